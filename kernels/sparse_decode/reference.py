@@ -27,7 +27,7 @@ def sparse_decode_reference(
     num_kv_heads, num_tokens = k_BGND.shape[1:3]
     num_pages = -(-num_tokens // page_size)
     first_B = torch.zeros_like(lengths_B) if starts_B is None else starts_B
-    position_BN = torch.arange(num_tokens, device=q_BHD.device) - first_B[:, None].long()
+    position_BN = torch.arange(num_tokens, device=q_BHD.device) - first_B[:, None]
     live_BN = (position_BN >= 0) & (position_BN < lengths_B[:, None])
 
     # Lists are [B, G, L, K] below: L = 1 where a group shares its pages, L = M where it does not.
@@ -45,26 +45,30 @@ def sparse_decode_reference(
 
     q = (q_BHD.to(dtype) * scale).unflatten(1, (num_kv_heads, -1))  # [B, G, M, D]
     s = per_kv_head(q, k_BGND.to(dtype).mT).masked_fill_(~read, -torch.inf)  # [B, G, M, N]
+    lse_BHK = slot_lse(s, slot_page, first_B, page_size) if page_lse else None
     m = s.amax(-1, keepdim=True)
     m = m.masked_fill(m.isneginf(), 0)
-    p = (s - m).exp_()
+    p = s.sub_(m).exp_()
     l = p.sum(-1, keepdim=True)  # noqa: E741  (>= 1 wherever a token was read)
     # What nobody reads may be NaN, and 0 · NaN would be NaN.
     read_by_group = read.any(2)[..., None]  # [B, G or 1, N, 1]
     if len(v_BGNE) == 1:
         read_by_group = read_by_group.any(0, keepdim=True)
     v = v_BGNE.to(dtype).masked_fill(~read_by_group, 0)
-    out_BHE = (per_kv_head(p, v) / l.clamp_min(1)).flatten(1, 2).to(q_BHD.dtype)
-    lse_BH = (m + l.log()).flatten(1)
-    if not page_lse:
-        return out_BHE, lse_BH, None
+    out = per_kv_head(p, v) / l.clamp_min(1)
+    return out.flatten(1, 2).to(q_BHD.dtype), (m + l.log()).flatten(1), lse_BHK
 
+
+def slot_lse(s_BGMN: Tensor, page_BGLK: Tensor, first_B: Tensor, page_size: int) -> Tensor:
+    """Log-sum-exp of the logits in each slot's page: [B, H, K]; -inf logits were not read."""
+    num_tokens = s_BGMN.shape[3]
     first = first_B.long()[:, None, None, None, None]
-    token = first + slot_page[..., None] * page_size + torch.arange(page_size, device=s.device)
-    outside = ((token >= num_tokens) | (slot_page[..., None] == num_pages)).flatten(3)
-    index = token.clamp_max(num_tokens - 1).flatten(3).expand(*s.shape[:3], -1)
-    lse = s.gather(3, index).masked_fill_(outside, -torch.inf).unflatten(3, (-1, page_size))
-    return out_BHE, lse_BH, lse.logsumexp(-1).flatten(1, 2)
+    offset = torch.arange(page_size, device=s_BGMN.device)
+    token = (first + page_BGLK[..., None] * page_size + offset).flatten(3)
+    outside = token >= num_tokens  # empty slots too
+    index = token.clamp_max(num_tokens - 1).expand(*s_BGMN.shape[:3], -1)
+    s = s_BGMN.gather(3, index).masked_fill_(outside, -torch.inf)
+    return s.unflatten(3, (-1, page_size)).logsumexp(-1).flatten(1, 2)
 
 
 def per_kv_head(x_BGMI: Tensor, y_BGIJ: Tensor) -> Tensor:
