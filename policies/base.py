@@ -147,7 +147,7 @@ def top_pages(score_BSP: Tensor, call: AttentionCall, policy: Policy, budget: in
     forced = forced_BP(call, policy, num_pages)[:, None]
     visible = visible_BP(call, policy.page_size, num_pages)[:, None]
     ranked = score_BSP.masked_fill(forced, torch.inf).masked_fill(~visible, -torch.inf)
-    best = ranked.sort(-1, descending=True, stable=True).indices[..., : budget // policy.page_size]
+    best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : budget // policy.page_size]
     return selection_of(best, current_page_B(call, policy.page_size), policy.page_size)
 
 
