@@ -1,6 +1,6 @@
 """Decode attention over selected pages in plain torch: the meaning of the operation.
 
-Scores every cached token and masks what was not selected. float32 arithmetic, float64 for float64.
+Scores every cached token and masks what was not read. float32 arithmetic, float64 for float64.
 """
 
 from __future__ import annotations
@@ -14,45 +14,72 @@ def sparse_decode_reference(
     k_BGND: Tensor,
     v_BGNE: Tensor,
     pages_BSK: Tensor | None,
-    starts_B: Tensor,
+    counts_BS: Tensor | None,
+    starts_B: Tensor | None,
     lengths_B: Tensor,
     *,
     page_size: int,
     scale: float,
     page_lse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns out_BHE (q's dtype), lse_BH, and per read page lse_BHK if asked (float32)."""
+    """Returns out_BHE (q's dtype), lse_BH and, if asked, the lse_BHK of each slot of pages_BSK."""
     dtype = torch.promote_types(q_BHD.dtype, torch.float32)
-    num_rows, num_heads, _ = q_BHD.shape
     num_kv_heads, num_tokens = k_BGND.shape[1:3]
-    q = q_BHD.to(dtype).unflatten(1, (num_kv_heads, -1))
-    k, v = k_BGND.to(dtype), v_BGNE.to(dtype)
-    if k.shape[0] == 1:  # rows share one cache: one product per KV head, not one per row
-        s = (q.transpose(0, 1).flatten(1, 2) @ k[0].transpose(-1, -2)).unflatten(1, (num_rows, -1))
-        s = s.transpose(0, 1)
-    else:
-        s = q @ k.transpose(-1, -2)
-    s_BHN = (s * scale).flatten(1, 2)
+    num_pages = -(-num_tokens // page_size)
+    first_B = torch.zeros_like(lengths_B) if starts_B is None else starts_B
+    position_BN = torch.arange(num_tokens, device=q_BHD.device) - first_B[:, None]
+    live_BN = (position_BN >= 0) & (position_BN < lengths_B[:, None])
 
-    position = torch.arange(num_tokens, device=q.device) - starts_B[:, None]  # [B, N], < 0: padding
-    live = (position >= 0) & (position < lengths_B[:, None])
-    read = live[:, None]
-    page = position.clamp_min(0) // page_size
-    if pages_BSK is not None:
-        num_pages = -(-num_tokens // page_size)
-        chosen = torch.zeros(*pages_BSK.shape[:2], num_pages + 1, dtype=torch.bool, device=q.device)
-        chosen.scatter_(2, pages_BSK.long().where(pages_BSK >= 0, num_pages), True)
-        chosen = chosen[..., :num_pages].repeat_interleave(num_heads // pages_BSK.shape[1], 1)
-        read = read & chosen.gather(2, page[:, None].expand(-1, num_heads, -1))
-    s_BHN = s_BHN.masked_fill(~read, -torch.inf)
-
-    lse_BH = s_BHN.logsumexp(-1)
-    p_BHN = (s_BHN - lse_BH.masked_fill(lse_BH.isinf(), 0)[..., None]).exp()
-    v = v.masked_fill(~live[:, None, :, None], 0) if v.shape[0] == num_rows else v
-    out = p_BHN.unflatten(1, (num_kv_heads, -1))
-    if v.shape[0] == 1:
-        out = out.transpose(0, 1).flatten(1, 2) @ v[0]
-        out = out.unflatten(1, (num_rows, -1)).transpose(0, 1)
+    # Lists are [B, G, L, K] below: L = 1 where a group shares its pages, L = M where it does not.
+    read = live_BN[:, None, None]  # [B, 1, 1, N]
+    if pages_BSK is None or counts_BS is None:
+        slot_page = torch.arange(num_pages, device=q_BHD.device).expand(len(q_BHD), 1, 1, -1)
     else:
-        out = out @ v
-    return out.flatten(1, 2).to(q_BHD.dtype), lse_BH, None
+        slot = torch.arange(pages_BSK.shape[2], device=q_BHD.device)
+        empty = (slot >= counts_BS[..., None]) | (pages_BSK < 0) | (pages_BSK >= num_pages)
+        slot_page = pages_BSK.long().masked_fill(empty, num_pages).unflatten(1, (num_kv_heads, -1))
+        chosen = live_BN.new_zeros(*slot_page.shape[:3], num_pages + 1)
+        chosen.scatter_(3, slot_page, True)[..., num_pages] = False
+        page_BN = position_BN.clamp_min(0) // page_size
+        read = read & chosen.gather(3, page_BN[:, None, None].expand(*chosen.shape[:3], -1))
+
+    q = (q_BHD.to(dtype) * scale).unflatten(1, (num_kv_heads, -1))  # [B, G, M, D]
+    s = per_kv_head(q, k_BGND.to(dtype).mT).masked_fill_(~read, -torch.inf)  # [B, G, M, N]
+    lse_BHK = slot_lse(s, slot_page, first_B, page_size) if page_lse else None
+    m = s.amax(-1, keepdim=True)
+    m = m.masked_fill(m.isneginf(), 0)
+    p = s.sub_(m).exp_()
+    l = p.sum(-1, keepdim=True)  # noqa: E741  (>= 1 wherever a token was read)
+    # What nobody reads may be NaN, and 0 · NaN would be NaN.
+    read_by_group = read.any(2)[..., None]  # [B, G or 1, N, 1]
+    if len(v_BGNE) == 1:
+        read_by_group = read_by_group.any(0, keepdim=True)
+    v = v_BGNE.to(dtype).masked_fill(~read_by_group, 0)
+    out = per_kv_head(p, v) / l.clamp_min(1)
+    return out.flatten(1, 2).to(q_BHD.dtype), (m + l.log()).flatten(1), lse_BHK
+
+
+def slot_lse(s_BGMN: Tensor, page_BGLK: Tensor, first_B: Tensor, page_size: int) -> Tensor:
+    """Log-sum-exp of the logits in each slot's page: [B, H, K]; -inf logits were not read."""
+    num_tokens = s_BGMN.shape[3]
+    first = first_B.long()[:, None, None, None, None]
+    offset = torch.arange(page_size, device=s_BGMN.device)
+    token = (first + page_BGLK[..., None] * page_size + offset).flatten(3)
+    outside = token >= num_tokens  # empty slots too
+    index = token.clamp_max(num_tokens - 1).expand(*s_BGMN.shape[:3], -1)
+    s = s_BGMN.gather(3, index).masked_fill_(outside, -torch.inf)
+    return s.unflatten(3, (-1, page_size)).logsumexp(-1).flatten(1, 2)
+
+
+def per_kv_head(x_BGMI: Tensor, y_BGIJ: Tensor) -> Tensor:
+    """x @ y as [B, G, M, J]; where y's batch is 1 all rows enter one product per KV head."""
+    if len(y_BGIJ) > 1 or len(x_BGMI) == 1:
+        return x_BGMI @ y_BGIJ
+    rows = x_BGMI.transpose(0, 1).flatten(1, 2) @ y_BGIJ[0]
+    return rows.unflatten(1, (len(x_BGMI), -1)).transpose(0, 1)
+
+
+def gather_blocks(pool: Tensor, block_table_BC: Tensor) -> Tensor:
+    """A pool [num_blocks, G, block_size, D] as a contiguous cache [B, G, C · block_size, D]."""
+    blocks = pool[block_table_BC.long().clamp(0, len(pool) - 1)]  # unused entries hold anything
+    return blocks.transpose(1, 2).flatten(2, 3)

@@ -1,0 +1,138 @@
+"""Top-level keys: their types and ranges, and what they mean together. Pure: a dict in, Settings out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparse_eval.budgets import Budget, parse_budget, resolve_budget
+from sparse_eval.policies.base import Policy
+
+TASKS = ("recall",)
+QUERIES = ("greedy", "text")
+KEYS = (
+    "model policy prompts task protocol tracking compare budget page_size sink_pages local_pages "
+    "context queries dense_layers backend device dtype seed name cache_dir model_cache "
+    "cache_prefill plan verbose"
+).split()
+
+
+@dataclass(frozen=True)
+class NamedPolicy:
+    """A policy and the label its rows carry, such as "quest" or "quest:group=sum"."""
+
+    label: str
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A validated run. Budgets are in tokens; device, dtype and backend are resolved names."""
+
+    task: dict[str, Any]
+    model: dict[str, Any]
+    prompts: dict[str, Any]
+    protocol: dict[str, Any]
+    tracking: dict[str, Any]
+    policies: tuple[NamedPolicy, ...]
+    budgets: tuple[int, ...]
+    context: int
+    queries: str
+    dense_layers: tuple[int, ...]
+    backend: str
+    device: str
+    dtype: str
+    seed: int
+    name: str
+    cache_dir: Path
+    model_cache: Path
+    cache_prefill: bool
+    verbose: int
+
+    def cells(self) -> list[tuple[NamedPolicy, int | None]]:
+        """Every (policy, budget) of one prompt; adaptive policies have no budget."""
+        return [
+            (named, budget)
+            for named in self.policies
+            for budget in ((None,) if named.policy.adaptive else self.budgets)
+        ]
+
+
+def integer(cfg: Mapping[str, Any], key: str, least: int) -> int:
+    value = cfg[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{key} must be an integer >= {least}, got {value!r}")
+    return value
+
+
+def one_of(cfg: Mapping[str, Any], key: str, accepted: Sequence[str]) -> str:
+    value = cfg[key]
+    if value not in accepted:
+        raise ValueError(f"{key} must be one of {', '.join(accepted)}, got {value!r}")
+    return value
+
+
+def flag(cfg: Mapping[str, Any], key: str) -> bool:
+    value = cfg[key]
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, got {value!r}")
+    return value
+
+
+def text(cfg: Mapping[str, Any], key: str) -> str:
+    value = cfg[key]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key} must be a non-empty text, got {value!r}")
+    return value
+
+
+def budgets(value: Any) -> tuple[Budget, ...]:
+    """One budget or a list of them, checked."""
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if not values:
+        raise ValueError("budget must be tokens, a fraction in (0, 1) or a list of them, got []")
+    return tuple(parse_budget(v) for v in values)
+
+
+def layer_indices(value: Any, num_layers: int | None) -> tuple[int, ...]:
+    """dense_layers: a list of distinct indices below num_layers."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in value):
+        raise ValueError(f"dense_layers must be a list of layer indices >= 0, got {value!r}")
+    if num_layers is not None and any(i >= num_layers for i in value):
+        raise ValueError(
+            f"dense_layers must be below the model's {num_layers} layers, got {list(value)}"
+        )
+    return tuple(sorted(set(value)))
+
+
+def check_context(context: int, max_context: int | None, steps: int, model: str) -> None:
+    if max_context is not None and context + steps > max_context:
+        raise ValueError(
+            f"context must be <= {max_context - steps} tokens ({model}'s {max_context} less "
+            f"{steps} decode steps), got {context}"
+        )
+
+
+def token_budgets(wanted: Sequence[Budget], context: int, policies: Sequence[NamedPolicy]) -> tuple[int, ...]:
+    """Budgets in tokens, each large enough for every policy's forced pages."""
+    tokens = tuple(dict.fromkeys(resolve_budget(b, context) for b in wanted))
+    for named in policies:
+        for budget in tokens:
+            if not named.policy.adaptive and budget < min(named.policy.min_budget, context):
+                p = named.policy
+                raise ValueError(
+                    f"budget must be >= {p.min_budget} tokens for {named.label} ({p.sink_pages} "
+                    f"sink + {p.local_pages} local pages of {p.page_size}), got {budget}"
+                )
+    return tokens
+
+
+def unknown_key(given: str, accepted: Sequence[str]) -> str:
+    """The line for a key that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(given, accepted, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown key {given!r}{hint} accepted: {', '.join(accepted)}"
