@@ -59,13 +59,13 @@ def run(settings: Settings, folder: Path, overrides: list[str]) -> list[Row]:
     task = Recall(settings, progress)
     store = CellStore(settings.cache_dir)
     rows: list[Row] = []
-    with Journal(folder / "rows.jsonl") as journal:
-        for cell in task.run(store):
-            journal.append(cell)
-            rows += cell
+    journal = Journal(folder)
+    for cell in task.run(store):
+        journal.append(cell)
+        rows += cell
     write_parquet(rows, folder / "rows.parquet")
     summary = summarise(settings, rows, overrides, time.perf_counter() - started, task.replay_errors)
-    write_summary(summary, folder / "summary.json")
+    write_summary(folder, summary)
     with progress.stage("pictures and report"):
         write_report(folder)
     print_results(rows, settings, progress)
@@ -151,7 +151,7 @@ def print_results(rows: list[Row], settings: Settings, progress: Progress) -> No
                 row = mine.iloc[0]
             else:
                 row = mine.loc[budget]
-            cells.append(f"{row['mass_recall']:.3f} ({row['recall_contested']:.3f})")
+            cells.append(f"{row['recall']:.3f} ({row['contested']:.3f})")
         grid.add_row(named.label, *cells)
     progress.console.print()
     progress.console.print(grid)

@@ -24,7 +24,6 @@ from sparse_eval.config import KEYS, unknown_key
 
 CONFIG_MODULE = "pkg://sparse_eval.conf"
 GROUPS = ("model", "policy", "prompts", "task", "protocol", "tracking", "experiment")
-OPEN_KEYS = ("policy.config.",)
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,10 @@ class Composer:
         for override in overrides:
             key = override.key_or_group
             if override.is_add() or override.is_force_add():
-                if not key.startswith(OPEN_KEYS):
-                    raise ValueError(
-                        f"{override.input_line} adds a key the config does not have; accepted "
-                        f"without '+': {', '.join(KEYS)}"
-                    )
-                continue
+                raise ValueError(
+                    f"{override.input_line} adds a key the config does not have; accepted "
+                    f"without '+': {', '.join(KEYS)}"
+                )
             if override.is_delete():
                 raise ValueError(f"{override.input_line}: keys cannot be deleted")
             root = re.split(r"[./@]", key)[0]

@@ -19,6 +19,7 @@ from sparse_eval.core import AttentionCall, Row
 from sparse_eval.device import peak_memory_bytes, resolve_backend
 from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.policies.base import (
+    Attended,
     Policy,
     Selection,
     State,
@@ -167,7 +168,8 @@ class Evaluator:
                 policy.extend(state, call)
             selection = policy.select(call, recorder, budget)  # type: ignore[arg-type]
             options = {"page_size": policy.page_size, "page_lse": True}
-            policy.observe(state, call, self.attend(call, selection, **options))
+            attended = Attended(selection, *self.attend(call, selection, **options))
+            policy.observe(state, call, attended)
             selections.append(selection)
         return Chosen(stack_selections(selections), state, recorder.touched)
 

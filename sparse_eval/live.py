@@ -21,7 +21,7 @@ from sparse_eval.attention import check_plain, routed
 from sparse_eval.core import AttentionCall
 from sparse_eval.device import resolve_backend
 from sparse_eval.kernels.sparse_decode import sparse_decode
-from sparse_eval.policies.base import Policy, State, num_pages_of
+from sparse_eval.policies.base import Attended, Policy, State, num_pages_of
 
 NUM_PROMPT_QUERIES = 64
 HEADROOM_TOKENS = 256
@@ -92,7 +92,7 @@ def patched(
             f"protocol={protocol} and question_tokens={question_tokens} do not go together: "
             "question needs the number of question tokens, decode has none"
         )
-    if budget is None and not (policy.adaptive or policy.reads_everything):
+    if budget is None and not (policy.adaptive or policy.dense):
         raise ValueError(f"{type(policy).__name__} needs a budget in tokens, got None")
     live = Live(
         policy=policy,
@@ -268,7 +268,7 @@ class Live:
             page_lse=wants_history,
         )
         if wants_history:
-            self.policy.observe(state, call, result)
+            self.policy.observe(state, call, Attended(selection, *result))
         self._count(layer, call, selection)
         return result[0].to(q_BHD.dtype)
 
@@ -310,7 +310,7 @@ class Live:
                 "the policy never selected: no decode step of a full-attention layer outside "
                 "dense_layers ran inside the patched context"
             )
-        if self.trace.long_calls and not self.trace.left_out and not self.policy.reads_everything:
+        if self.trace.long_calls and not self.trace.left_out and not self.policy.dense:
             raise RuntimeError(
                 f"the policy never left anything out in {self.trace.long_calls} calls on caches "
                 f"longer than its budget of {self.budget} tokens"

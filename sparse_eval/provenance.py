@@ -18,8 +18,8 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent
 
 OUTPUT_ROOMS = frozenset(
-    "__main__ app cache check columns fetch files palette plots progress provenance report results"
-    " summarise tracking".split()
+    "__main__ app cache check columns compose config dashboard failure fetch files palette plan plots"
+    " progress provenance report results settings summarise tracking".split()
 )
 """Modules that present or keep what was measured. Whatever else the package holds, new files
 included, can change a cell."""

@@ -89,8 +89,6 @@ def policies_of(
         composer.check_option("policy", name)
         chosen = composer.compose([*others, f"policy={name}", *(f"policy.{f}" for f in fields)])
         policy = build_policy(name, chosen["policy"])
-        if not policy.realisable:  # a yardstick shares its pages as what it is compared with does
-            policy = policy.like(main)
         named.append(NamedPolicy(word, policy))
     return tuple({n.label: n for n in named}.values())
 

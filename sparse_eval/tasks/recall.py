@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sparse_eval.capture import CapturedKV, load_capture
 from sparse_eval.config import NamedPolicy, Settings
 from sparse_eval.core import Row
@@ -18,7 +16,11 @@ from sparse_eval.evaluator import Evaluator, common_columns
 from sparse_eval.models import LoadedModel, load_model, load_tokenizer, model_info
 from sparse_eval.progress import Progress
 from sparse_eval.prompts import Prompt, make_prompts
-from sparse_eval.results import CellStore, cell_key, code_hash, versions
+from sparse_eval.provenance import code_hash, version_of
+from sparse_eval.results import SCHEMA, CellStore, cell_key
+
+
+NUMERIC_PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers")
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Recall:
             "prompt": prompt.hash,
             "queries": s.queries,
             "task": {key: s.task[key] for key in ("steps", "prompt_queries")},
-            "versions": versions(),
+            "versions": {name: version_of(name) for name in NUMERIC_PACKAGES},
             "code": code_hash(),
         }
 
@@ -127,7 +129,7 @@ class Recall:
                 "capture": cell_key(self.capture_parts(prompt)),
                 "policy": f"{type(named.policy).__module__}.{type(named.policy).__qualname__}",
                 "config": named.policy.config(),
-                "policy_code": policy_code_hash(type(named.policy)),
+                "policy_code": code_hash(type(named.policy)),
                 "budget": budget,
                 "dense_layers": list(s.dense_layers),
                 "backend": s.backend,
@@ -180,27 +182,10 @@ class Recall:
     ) -> list[Row]:
         s = self.settings
         common = common_columns(evaluator, named.policy, budget) | {
+            "schema": SCHEMA,
             "policy": named.label,
             "sample": prompt.sample,
             "seed": s.seed,
             "cell_key": key,
         }
         return [common | row for row in evaluator.cell(named.policy, budget)]
-
-
-def policy_code_hash(policy: type) -> str:
-    """Hash of the file a policy class comes from; classes without a file hash their name."""
-    import hashlib
-    import inspect
-
-    try:
-        source = inspect.getsource(inspect.getmodule(policy) or policy)
-    except (OSError, TypeError):
-        source = policy.__qualname__
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
-
-
-def peak_reset(device: str) -> None:
-    """Start peak-memory accounting anew on a GPU; a process's resident peak cannot be reset."""
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats(device)
