@@ -93,8 +93,9 @@ def sparse_decode_triton(
             BLOCK_E=32,
             enable_fp_fusion=True,
         )
-    lse_pages = None if parts is None else parts.unflatten(2, (slots, page_size // part)).logsumexp(-1)
-    return out.to(q.dtype), lse, lse_pages
+    if parts is None:
+        return out.to(q.dtype), lse, None
+    return out.to(q.dtype), lse, parts.unflatten(2, (slots, page_size // part)).logsumexp(-1)
 
 
 def tile_tokens(bytes_per_token: int) -> int:
