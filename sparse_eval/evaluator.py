@@ -168,9 +168,8 @@ class Evaluator:
                 policy.extend(state, call)
             selection = policy.select(call, recorder, budget)  # type: ignore[arg-type]
             options = {"page_size": policy.page_size, "page_lse": True}
-            policy.observe(
-                state, call, Attended(selection, *self.attend(call, selection, **options))
-            )
+            attended = Attended(selection, *self.attend(call, selection, **options))
+            policy.observe(state, call, attended)
             selections.append(selection)
         return Chosen(stack_selections(selections), state, recorder.touched)
 
@@ -308,11 +307,7 @@ def measure(
     evaluator = Evaluator(capture, resolve_backend(backend, device), tuple(dense_layers))
     rows: list[Row] = []
     for policy in policies:
-        wanted = (
-            [None]
-            if policy.adaptive
-            else [resolve_budget(b, capture.prompt_length) for b in budgets]
-        )
+        wanted = [None] if policy.adaptive else [resolve_budget(b, capture.prompt_length) for b in budgets]
         for budget in wanted:
             common = common_columns(evaluator, policy, budget)
             rows += [common | row for row in evaluator.cell(policy, budget)]

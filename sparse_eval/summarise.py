@@ -1,0 +1,236 @@
+"""Recall rows -> the figures people read: per policy and budget, per layer, and margins to rivals.
+
+The sampling unit is the prompt: rows of one prompt (layers, KV heads, seeds) are averaged first,
+means and standard errors are taken over prompts. NaN is not measured: left out of a mean, counted
+beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sparse_eval.columns import fields_of, frame_of
+
+SETTING = "model revision weights context protocol dense_layers dtype device backend".split()
+"""Rows that differ in one of these answer different questions: never averaged or compared."""
+
+CELL = ["policy", "budget_tokens"]
+AVERAGED = {
+    "recall": "mass_recall",
+    "contested": "recall_contested",
+    "forced": "mass_forced",
+    "output_error": "output_error",
+    "overlap": "page_overlap_oracle",
+    "tokens_read": "tokens_read",
+    "density": "density",
+    "bytes_kv": "bytes_kv",
+    "bytes_metadata": "bytes_metadata",
+    "bytes_dense": "bytes_dense",
+}
+MARGIN_COLUMNS = (
+    "budget_tokens layer recall read rival rival_budget rival_recall rival_read margin margin_se n"
+).split()
+CHEAPER_TOLERANCE = 1.01
+"""A rival counts as no dearer while it reads at most this many times the bytes."""
+
+
+def recall_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The recall rows, with each policy label standing for one set of fields. Raises ValueError
+    where there are none, or where one prompt was captured in several ways."""
+    rows = frame_of(rows)
+    rows = rows[rows["task"] == "recall"] if "task" in rows else rows
+    if not len(rows) or "mass_recall" not in rows:
+        raise ValueError("expected rows of task recall, got none")
+    rows = rows.assign(prompt=prompts_of(rows), policy=distinct_labels(rows))
+    check_one_capture(rows)
+    return rows
+
+
+def prompts_of(rows: pd.DataFrame) -> pd.Series:
+    """What identifies a prompt: its hash, or where rows have none the sample's name."""
+    sample = rows["sample"].astype(str) if "sample" in rows else pd.Series("0", rows.index)
+    if "prompt_hash" not in rows:
+        return sample
+    return rows["prompt_hash"].where(rows["prompt_hash"].fillna("") != "", sample)
+
+
+def distinct_labels(rows: pd.DataFrame) -> pd.Series:
+    """Policy labels; where one label has several sets of fields, the fields that differ join it."""
+    if "policy_config" not in rows:
+        return rows["policy"]
+    names = {}
+    for label, configs in rows.groupby("policy")["policy_config"].unique().items():
+        fields = [fields_of(config) for config in configs]
+        differ = [k for k in dict.fromkeys(k for f in fields for k in f) if len_of(fields, k) > 1]
+        for config, own in zip(configs, fields, strict=True):
+            extra = ",".join(f"{k}={own[k]}" for k in differ if k in own)
+            joint = "," if ":" in str(label) else ":"
+            names[label, config] = f"{label}{joint}{extra}" if extra else label
+    pairs = zip(rows["policy"], rows["policy_config"], strict=True)
+    return pd.Series([names.get(pair, pair[0]) for pair in pairs], rows.index)
+
+
+def len_of(fields: Sequence[dict[str, Any]], key: str) -> int:
+    return len({str(own.get(key)) for own in fields})
+
+
+def check_one_capture(rows: pd.DataFrame) -> None:
+    if "capture_hash" not in rows:
+        return
+    keys = ["prompt"] + [name for name in SETTING if name in rows]
+    captures = rows.groupby(keys, dropna=False)["capture_hash"].nunique()
+    if (captures > 1).any():
+        prompt = captures.index[captures > 1][0]
+        prompt = prompt[0] if isinstance(prompt, tuple) else prompt
+        raise ValueError(
+            f"prompt {str(prompt)[:12]} was captured in {captures.max()} different ways: results "
+            "on different captures cannot be compared; report these runs apart"
+        )
+
+
+def split_settings(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Recall rows by setting. The name of one tells how it differs from the others ("" if alone)."""
+    rows = recall_rows(rows)
+    keys = [name for name in SETTING if name in rows]
+    if not keys:
+        return {"": rows}
+    varying = [k for k in keys if rows[k].map(str).nunique() > 1]
+    parts = {}
+    for _, part in rows.groupby(keys, dropna=False, sort=False):
+        first = part.iloc[0]
+        parts[", ".join(f"{k} {first[k]}" for k in varying)] = part
+    return parts
+
+
+def summarise_recall(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line per policy and budget, in the rows' order, of rows of one setting.
+
+    recall, contested, output_error, tokens_read, density, bytes_*: means over the non-dense layers
+    and KV heads; *_se: standard error over the n prompts, NaN for one. model_read_fraction: bytes
+    of KV and metadata read in all layers, dense ones included, over what dense reads; NaN unless
+    realisable. model_kv_fraction: the same without metadata, for policies that are not.
+    model_bytes, model_dense_bytes: per decode step. nan_*: rows without that value, of `rows`.
+    """
+    rows = recall_rows(rows)
+    check_one_setting(rows)
+    sparse = sparse_rows(rows)
+    table = over_prompts(sparse, CELL).join(model_reads(rows))
+    counted = ["mass_recall", "recall_contested", "output_error", "bytes_metadata"]
+    counted = [name for name in counted if name in sparse]
+    missing = sparse[counted].isna().groupby([sparse[k] for k in CELL], dropna=False, sort=False)
+    short = {v: k for k, v in AVERAGED.items()}
+    table = table.join(missing.sum().rename(columns=lambda name: f"nan_{short[name]}"))
+    table["rows"] = missing.size()
+    table["realisable"] = table["nan_bytes_metadata"] < table["rows"]
+    return table.reset_index()
+
+
+def check_one_setting(rows: pd.DataFrame) -> None:
+    for name in SETTING:
+        if name in rows and rows[name].map(str).nunique() > 1:
+            values = ", ".join(sorted(set(rows[name].map(str))))
+            raise ValueError(f"rows of several settings cannot be averaged: {name} is {values}")
+
+
+def sparse_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the layers that the policies acted on; all rows where every layer is dense."""
+    sparse = rows[~rows["dense_layer"].astype(bool)]
+    return sparse if len(sparse) else rows
+
+
+def over_prompts(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Means of AVERAGED per key over prompts, with standard errors and n, indexed by key."""
+    columns = {new: old for new, old in AVERAGED.items() if old in rows}
+    renamed = rows[[*keys, "prompt", *columns.values()]].set_axis(
+        [*keys, "prompt", *columns], axis=1
+    )
+    each = renamed.groupby([*keys, "prompt"], dropna=False, sort=False).mean()
+    grouped = each.groupby(level=list(range(len(keys))), dropna=False, sort=False)
+    table = grouped.mean()
+    for name in ("recall", "contested", "output_error"):
+        if name in columns:
+            table[f"{name}_se"] = grouped[name].sem()
+    table["n"] = grouped["recall"].count()
+    return table
+
+
+def model_reads(rows: pd.DataFrame) -> pd.DataFrame:
+    """Bytes read per decode step by all layers and KV heads, mean over prompts, and their shares."""
+    kinds = ["bytes_kv", "bytes_metadata", "bytes_dense"]
+    keys = [*CELL, "prompt"]
+    head = rows.groupby([*keys, "layer", "kv_head"], dropna=False, sort=False)[kinds].mean()
+    by_prompt = {"level": [0, 1, 2], "dropna": False, "sort": False}
+    prompt = head.groupby(**by_prompt).sum()
+    prompt = prompt.where(~head.isna().groupby(**by_prompt).any())
+    total = prompt["bytes_kv"] + prompt["bytes_metadata"]
+    reads = pd.DataFrame(
+        {
+            "model_read_fraction": total / prompt["bytes_dense"],
+            "model_kv_fraction": prompt["bytes_kv"] / prompt["bytes_dense"],
+            "model_bytes": total,
+            "model_dense_bytes": prompt["bytes_dense"],
+        }
+    )
+    return reads.groupby(level=[0, 1], dropna=False, sort=False).mean()
+
+
+def by_layer(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line per policy, budget and layer: means over KV heads, then over prompts."""
+    rows = recall_rows(rows)
+    check_one_setting(rows)
+    keys = [*CELL, "layer"]
+    table = over_prompts(rows, keys)
+    dense = rows["dense_layer"].astype(bool).groupby([rows[k] for k in keys], dropna=False)
+    table["dense_layer"] = dense.first()
+    return table.reset_index()
+
+
+def margins(rows: pd.DataFrame, policy: str) -> pd.DataFrame:
+    """Where a policy wins and loses: per budget and layer (NaN: mean of the non-dense layers) the
+    rival with the highest recall among the realisable ones that read no more bytes there (1 %
+    tolerance, metadata included, any budget), and margin = recall − rival's recall, paired by
+    prompt, with its standard error. Cells without such a rival are left out."""
+    rows = sparse_rows(recall_rows(rows))
+    check_one_setting(rows)
+    cell = rows.groupby(CELL, dropna=False, sort=False).ngroup()
+    names = rows[CELL].groupby(cell).first()
+    rows = rows.assign(cell=cell, read=rows["bytes_kv"] + rows["bytes_metadata"])
+    levels = pd.concat([rows.assign(level=-1), rows.assign(level=rows["layer"])])
+    keys = ["level", "prompt", "cell"]
+    means = levels.groupby(keys)[["mass_recall", "read"]].mean().unstack("cell")
+    found = [
+        margin | {"layer": np.nan if level < 0 else level}
+        for level, here in means.groupby(level="level")
+        for own in names.index[names["policy"] == policy]
+        if (margin := margin_of(own, here["mass_recall"], here["read"].mean(), names))
+    ]
+    return pd.DataFrame(found, columns=MARGIN_COLUMNS)
+
+
+def margin_of(
+    own: int, recall: pd.DataFrame, read: pd.Series, names: pd.DataFrame
+) -> dict[str, Any] | None:
+    """recall: prompts × cells; read: bytes by cell. None without a rival on a shared prompt."""
+    is_rival = (names["policy"] != names["policy"][own]) & (read <= read[own] * CHEAPER_TOLERANCE)
+    differences = recall[[own]].to_numpy() - recall.loc[:, is_rival]
+    differences = differences.dropna(axis="columns", how="all")
+    if differences.empty:
+        return None
+    best = differences.mean().idxmin()
+    pairs = differences[best].dropna()
+    return {
+        "budget_tokens": names["budget_tokens"][own],
+        "recall": recall.loc[pairs.index, own].mean(),
+        "read": read[own],
+        "rival": names["policy"][best],
+        "rival_budget": names["budget_tokens"][best],
+        "rival_recall": recall.loc[pairs.index, best].mean(),
+        "rival_read": read[best],
+        "margin": pairs.mean(),
+        "margin_se": pairs.sem(),
+        "n": len(pairs),
+    }
