@@ -59,13 +59,24 @@ def check(words: Sequence[str]) -> bool | None:
     composer = Composer(tuple([flags.config_dir] if flags.config_dir else []))
     composer.check_words(parsed)
     jobs = sweep_jobs(parsed) if is_sweep else [list(overrides)]
-    settings = [resolve(composer, job) for job in jobs]
     if any(word.replace(" ", "").lower() == "plan=true" for word in overrides):
         from sparse_eval.plan import print_plan
 
-        print_plan(settings)
+        print_plan([(" ".join(job), attempt(composer, job)) for job in jobs])
         return None
+    for job in jobs:
+        resolve(composer, job)
     return is_sweep
+
+
+def attempt(composer: Any, job: Sequence[str]) -> Any:
+    """The job's settings, or the ValueError that says why it cannot run."""
+    from sparse_eval.settings import resolve
+
+    try:
+        return resolve(composer, job)
+    except ValueError as error:
+        return error
 
 
 def split_words(words: Sequence[str]) -> tuple[Any, list[str]]:

@@ -13,7 +13,7 @@ from sparse_eval.config import NamedPolicy, Settings
 from sparse_eval.core import Row
 from sparse_eval.device import DTYPES
 from sparse_eval.evaluator import Evaluator, common_columns
-from sparse_eval.models import LoadedModel, load_model, load_tokenizer, model_info
+from sparse_eval.models import LoadedModel, load_model, local_tokenizer, model_info
 from sparse_eval.progress import Progress
 from sparse_eval.prompts import Prompt, make_prompts
 from sparse_eval.provenance import code_hash, version_of
@@ -41,17 +41,31 @@ class Recall:
     @cached_property
     def prompts(self) -> list[Prompt]:
         s = self.settings
-        needs_model = s.prompts["source"] == "transcripts"
-        tokenizer = load_tokenizer(s.model, model_cache=s.model_cache)
+        local = None if s.prompts["source"] == "transcripts" else self.local_tokenizer()
+        tokenizer = self.loaded.tokenizer if local is None else local
         with self.progress.stage(f"cutting prompts of {s.context} tokens from {s.prompts['name']}"):
-            return make_prompts(
-                s.prompts,
-                tokenizer,
-                context=s.context,
-                extra=s.task["steps"],
-                seed=s.seed,
-                loaded=self.loaded if needs_model else None,
-            )
+            return self._cut(tokenizer)
+
+    def local_tokenizer(self) -> Any | None:
+        s = self.settings
+        return local_tokenizer(s.model, model_cache=s.model_cache)
+
+    def local_prompts(self) -> list[Prompt] | None:
+        """The prompts, if they can be cut without fetching or running a model."""
+        needs_model = self.settings.prompts["source"] in ("transcripts", "dataset")
+        tokenizer = None if needs_model else self.local_tokenizer()
+        return None if tokenizer is None else self._cut(tokenizer)
+
+    def _cut(self, tokenizer: Any) -> list[Prompt]:
+        s = self.settings
+        return make_prompts(
+            s.prompts,
+            tokenizer,
+            context=s.context,
+            extra=s.task["steps"],
+            seed=s.seed,
+            loaded=self.loaded if s.prompts["source"] == "transcripts" else None,
+        )
 
     def capture_parts(self, prompt: Prompt) -> dict[str, Any]:
         """Everything a capture's content depends on."""
@@ -70,11 +84,14 @@ class Recall:
             "code": code_hash(),
         }
 
+    def capture_path(self, prompt: Prompt) -> Path:
+        key = cell_key(self.capture_parts(prompt))
+        return self.settings.cache_dir / "captures" / f"{key}.safetensors"
+
     def capture(self, prompt: Prompt) -> CapturedKV:
         """The prompt's capture, from disk if it was made before."""
         s = self.settings
-        key = cell_key(self.capture_parts(prompt))
-        path = s.cache_dir / "captures" / f"{key}.safetensors"
+        key, path = cell_key(self.capture_parts(prompt)), self.capture_path(prompt)
         if path.is_file():
             try:
                 return load_capture(path, s.device)
