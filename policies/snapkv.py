@@ -109,5 +109,6 @@ def voted_mass(call: AttentionCall, queries_BWHD: Tensor) -> Tensor:
     for g in range(call.num_kv_heads):  # one KV head at a time: [B, W, M, N] is the largest tensor
         s = call.scale * (q[:, :, g].flatten(1, 2) @ k[:, g].float().mT).unflatten(1, (window, -1))
         p = s.masked_fill(~seen, -torch.inf).softmax(-1)
-        mass.append(p.masked_fill(~seen, 0).sum((1, 2)))
+        # exact in float64, so that equal masses stay equal whatever the order of the sum
+        mass.append(p.masked_fill(~seen, 0).sum((1, 2), dtype=torch.float64).float())
     return torch.stack(mass, 1)
