@@ -87,6 +87,8 @@ def frame_of(rows: Iterable[Row] | pd.DataFrame) -> pd.DataFrame:
 
 
 def typed(column: pd.Series) -> pd.Series:
+    if column.name in TEXT and pd.api.types.infer_dtype(column, skipna=False) == "string":
+        return column.astype(object)
     if column.name in TEXT:
         return pd.Series([text_of(x) for x in column], column.index, dtype=object)
     if column.name in LIST:

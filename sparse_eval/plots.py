@@ -84,6 +84,7 @@ def without_dense_policies(table: pd.DataFrame) -> pd.DataFrame:
 def new_figure(rows: pd.DataFrame, title: str, *, height: float = 4.6) -> tuple[Figure, Axes]:
     """A figure with its headline, and below that what was measured; no pyplot, no global state."""
     figure = Figure(figsize=(8.4, height), dpi=DPI, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # type: ignore[union-attr]
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=26)

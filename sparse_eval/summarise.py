@@ -39,8 +39,11 @@ CHEAPER_TOLERANCE = 1.01
 
 
 def recall_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """The recall rows, with each policy label standing for one set of fields. Raises ValueError
-    where there are none, or where one prompt was captured in several ways."""
+    """The recall rows, with a column `prompt` and each policy label standing for one set of fields;
+    rows that went through here once stay as they are. Raises ValueError where there are none, or
+    where one prompt was captured in several ways."""
+    if "prompt" in rows:
+        return rows
     rows = frame_of(rows)
     rows = rows[rows["task"] == "recall"] if "task" in rows else rows
     if not len(rows) or "mass_recall" not in rows:
@@ -197,40 +200,50 @@ def margins(rows: pd.DataFrame, policy: str) -> pd.DataFrame:
     rows = sparse_rows(recall_rows(rows))
     check_one_setting(rows)
     cell = rows.groupby(CELL, dropna=False, sort=False).ngroup()
-    names = rows[CELL].groupby(cell).first()
+    cells = rows[CELL].groupby(cell).first()
     rows = rows.assign(cell=cell, read=rows["bytes_kv"] + rows["bytes_metadata"])
     levels = pd.concat([rows.assign(level=-1), rows.assign(level=rows["layer"])])
     keys = ["level", "prompt", "cell"]
     means = levels.groupby(keys)[["mass_recall", "read"]].mean().unstack("cell")
-    found = [
-        margin | {"layer": np.nan if level < 0 else level}
-        for level, here in means.groupby(level="level")
-        for own in names.index[names["policy"] == policy]
-        if (margin := margin_of(own, here["mass_recall"], here["read"].mean(), names))
-    ]
+    found = []
+    for level, here in means.groupby(level="level"):
+        recall, read = here["mass_recall"].to_numpy(), here["read"].mean().to_numpy()
+        own_cells = np.flatnonzero(cells["policy"] == policy)
+        best = [best_rival(own, recall, read, cells["policy"].to_numpy()) for own in own_cells]
+        layer = np.nan if level < 0 else level
+        found += [
+            {"layer": layer} | margin_of(own, rival, recall, read, cells)
+            for own, rival in zip(own_cells, best, strict=True)
+            if rival is not None
+        ]
     return pd.DataFrame(found, columns=MARGIN_COLUMNS)
 
 
+def best_rival(own: int, recall: np.ndarray, read: np.ndarray, policy: np.ndarray) -> int | None:
+    """The cell of another policy that reads no more and leads the most, over shared prompts.
+
+    recall: prompts × cells, read: bytes by cell, NaN where not realisable."""
+    lead = recall - recall[:, [own]]
+    shared = ~np.isnan(lead).all(axis=0)
+    rivals = np.flatnonzero((policy != policy[own]) & (read <= read[own] * CHEAPER_TOLERANCE) & shared)
+    return max(rivals, key=lambda rival: np.nanmean(lead[:, rival]), default=None)
+
+
 def margin_of(
-    own: int, recall: pd.DataFrame, read: pd.Series, names: pd.DataFrame
-) -> dict[str, Any] | None:
-    """recall: prompts × cells; read: bytes by cell. None without a rival on a shared prompt."""
-    is_rival = (names["policy"] != names["policy"][own]) & (read <= read[own] * CHEAPER_TOLERANCE)
-    differences = recall[[own]].to_numpy() - recall.loc[:, is_rival]
-    differences = differences.dropna(axis="columns", how="all")
-    if differences.empty:
-        return None
-    best = differences.mean().idxmin()
-    pairs = differences[best].dropna()
+    own: int, rival: int, recall: np.ndarray, read: np.ndarray, cells: pd.DataFrame
+) -> dict[str, Any]:
+    pairs = recall[:, [own, rival]]
+    pairs = pairs[~np.isnan(pairs).any(axis=1)]
+    margin, num = pairs[:, 0] - pairs[:, 1], len(pairs)
     return {
-        "budget_tokens": names["budget_tokens"][own],
-        "recall": recall.loc[pairs.index, own].mean(),
+        "budget_tokens": cells["budget_tokens"].iloc[own],
+        "recall": pairs[:, 0].mean(),
         "read": read[own],
-        "rival": names["policy"][best],
-        "rival_budget": names["budget_tokens"][best],
-        "rival_recall": recall.loc[pairs.index, best].mean(),
-        "rival_read": read[best],
-        "margin": pairs.mean(),
-        "margin_se": pairs.sem(),
-        "n": len(pairs),
+        "rival": cells["policy"].iloc[rival],
+        "rival_budget": cells["budget_tokens"].iloc[rival],
+        "rival_recall": pairs[:, 1].mean(),
+        "rival_read": read[rival],
+        "margin": margin.mean(),
+        "margin_se": margin.std(ddof=1) / num**0.5 if num > 1 else np.nan,
+        "n": num,
     }
