@@ -1,4 +1,4 @@
-"""Rows and summaries -> the text of one self-contained HTML page (files of page/, plotly inside)."""
+"""Rows and summaries -> one self-contained HTML page, from the files of page/ and plotly."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from typing import Any
 import pandas as pd
 
 from sparse_eval.files import to_json
+from sparse_eval.headline import headline_table
+from sparse_eval.margins import margins
 from sparse_eval.palette import look_of
 from sparse_eval.plots import text_name
-from sparse_eval.summarise import by_layer, margins, recall_rows, split_settings, summarise_recall
+from sparse_eval.summarise import by_layer, recall_rows, split_settings, summarise_recall
 
 SCRIPTS = ("format.js", "table.js", "charts.js", "layers.js", "main.js")
 DIGITS = 6
@@ -57,7 +59,7 @@ def setting(name: str, rows: pd.DataFrame) -> dict[str, Any]:
         "facts": setting_facts(rows),
         "policies": policies,
         "budgets": sorted(int(b) for b in table["budget_tokens"].dropna().unique()),
-        "layers": [{"layer": int(i), "dense": bool(d)} for i, d in dense.items()],
+        "layers": [{"layer": i, "dense": d} for i, d in dense.to_dict().items()],
         "headline": records(collapse_dense(table)),
         "byLayer": records(layers),
         "margins": {label: records(margins(rows, label)) for label in mains},
@@ -115,7 +117,7 @@ def text_of_first(rows: pd.DataFrame, *names: str) -> str:
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Lines of a table with short numbers; NaN stays NaN (null on the page)."""
-    return [{k: rounded(v) for k, v in line.items()} for line in table.to_dict("records")]
+    return [{str(k): rounded(v) for k, v in line.items()} for line in table.to_dict("records")]
 
 
 def rounded(value: Any) -> Any:
@@ -125,94 +127,6 @@ def rounded(value: Any) -> Any:
 def title_of(settings: Sequence[Mapping[str, Any]]) -> str:
     models = list(dict.fromkeys(s["model"] for s in settings if s["model"]))
     return ", ".join(models) or "Recall report"
-
-
-COLUMNS = (
-    ("policy", "Policy", ""),
-    ("budget_tokens", "Budget", "tokens"),
-    ("recall", "Recall", "share of mass"),
-    ("contested", "Contested", "share of the rest"),
-    ("output_error", "Output error", "relative L2"),
-    ("tokens_read", "Tokens read", "per KV head"),
-    ("model_read_fraction", "Model KV read", "% of dense"),
-    ("bytes_kv", "KV", "KiB per head"),
-    ("bytes_metadata", "Metadata", "KiB per head"),
-    ("n", "n", "prompts"),
-    ("unmeasured", "Unmeasured", "rows"),
-)
-
-
-def headline_table(facts: Mapping[str, Any], index: int) -> str:
-    """A sortable table of every policy and budget; readable without scripts."""
-    head = "".join(
-        f'<th scope="col" data-key="{key}"><button type="button">{label}'
-        f"<small>{unit}</small></button></th>"
-        for key, label, unit in COLUMNS
-    )
-    dark = {p["label"]: p for p in facts["policies"]}
-    body = "\n".join(headline_line(line, dark[line["policy"]]) for line in facts["headline"])
-    return (
-        f'<table class="headline" data-setting="{index}"{" hidden" if index else ""}>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    )
-
-
-def headline_line(line: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
-    tag = "" if policy["realisable"] else ' <span class="tag">not realisable</span>'
-    swatch = f'<i class="swatch" style="--light:{policy["light"]};--dark:{policy["dark"]}"></i>'
-    recall = (
-        f'<span class="bar" style="--share:{100 * line["recall"]:.2f}%"></span>'
-        f"{number(line['recall'], '.3f')}{plus_minus(line.get('recall_se'))}"
-    )
-    cells = {
-        "policy": f"{swatch}{html.escape(line['policy'])}{tag}",
-        "budget_tokens": number(line["budget_tokens"], ",.0f", "any"),
-        "recall": recall,
-        "contested": number(line["contested"], ".3f") + plus_minus(line.get("contested_se")),
-        "output_error": number(line["output_error"], ".3f")
-        + plus_minus(line.get("output_error_se")),
-        "tokens_read": number(line["tokens_read"], ",.0f"),
-        "model_read_fraction": read_share(line),
-        "bytes_kv": number(line["bytes_kv"] / 1024, ",.1f"),
-        "bytes_metadata": number(line["bytes_metadata"] / 1024, ",.1f"),
-        "n": str(line["n"]),
-        "unmeasured": unmeasured(line),
-    }
-    sort = {**line, "unmeasured": line["nan_recall"] + line["nan_contested"]}
-    tds = "".join(
-        f'<td data-key="{key}" data-sort="{html.escape(sort_key(sort[key]))}">{cells[key]}</td>'
-        for key, _, _ in COLUMNS
-    )
-    budget = "" if pd.isna(line["budget_tokens"]) else f"{line['budget_tokens']:.0f}"
-    return f'<tr data-budget="{budget}">{tds}</tr>'
-
-
-def number(value: float, form: str, missing: str = "n/a") -> str:
-    return f'<span class="none">{missing}</span>' if pd.isna(value) else format(value, form)
-
-
-def plus_minus(error: float | None) -> str:
-    return "" if error is None or pd.isna(error) else f' <span class="se">± {error:.3f}</span>'
-
-
-def read_share(line: Mapping[str, Any]) -> str:
-    if pd.isna(line["model_read_fraction"]):
-        kv = line["model_kv_fraction"]
-        return f'<span class="none" title="KV alone, choosing not counted">({kv:.1%})</span>'
-    return f"{line['model_read_fraction']:.1%}"
-
-
-def unmeasured(line: Mapping[str, Any]) -> str:
-    parts = [
-        f"{name} {line[key]} of {line['rows']}"
-        for name, key in (("recall", "nan_recall"), ("contested", "nan_contested"))
-        if line[key]
-    ]
-    return "<br>".join(parts) or "0"
-
-
-def sort_key(value: Any) -> str:
-    return "" if value is None or (isinstance(value, float) and pd.isna(value)) else str(value)
 
 
 def picture(path: Path) -> str:

@@ -11,8 +11,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import NullLocator, PercentFormatter
 
 from sparse_eval.palette import look_of
 from sparse_eval.summarise import by_layer, recall_rows, summarise_recall
@@ -83,12 +84,12 @@ def without_dense_policies(table: pd.DataFrame) -> pd.DataFrame:
 
 def new_figure(rows: pd.DataFrame, title: str, *, height: float = 4.6) -> tuple[Figure, Axes]:
     """A figure with its headline, and below that what was measured; no pyplot, no global state."""
-    figure = Figure(figsize=(8.4, height), dpi=DPI, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # type: ignore[union-attr]
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=(8.4, height), dpi=DPI, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=26)
-    above = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+    above: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
     axes.annotate(subject(rows), (0, 1), (0, 9), fontsize=8.5, color=MUTED, **above)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -177,8 +178,9 @@ def draw_heat(axes: Axes, recall: pd.DataFrame, dense: pd.Series) -> Any:
     image = axes.imshow(recall.to_numpy(), aspect="auto", cmap="viridis", vmin=low, vmax=1)
     for column, layer in enumerate(recall.columns):
         if dense[layer]:
-            box = {"facecolor": "#f1f3f5", "edgecolor": "#9aa5b1", "hatch": "////", "linewidth": 0}
-            axes.add_patch(Rectangle((column - 0.5, -0.5), 1, len(recall), **box))
+            box = Rectangle((column - 0.5, -0.5), 1, len(recall), linewidth=0, hatch="////")
+            box.set(facecolor="#f1f3f5", edgecolor="#9aa5b1")
+            axes.add_patch(box)
     axes.set_yticks(range(len(recall)), [str(name) for name in recall.index])
     step = max(1, math.ceil(len(recall.columns) / 32))
     shown = range(0, len(recall.columns), step)

@@ -15,11 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sparse_eval.columns import names
+
 PACKAGE = Path(__file__).resolve().parent
 
 OUTPUT_ROOMS = frozenset(
-    "__main__ app cache check columns fetch files palette plots progress provenance report results"
-    " summarise tracking".split()
+    names(
+        "__main__ app cache cells check columns dashboard fetch files headline journal margins"
+        " palette plots progress provenance report results summarise tracking"
+    )
 )
 """Modules that present or keep what was measured. Whatever else the package holds, new files
 included, can change a cell."""
@@ -49,9 +53,9 @@ def package_hash() -> str:
 def measuring_files() -> list[Path]:
     """Python files of the package that can change a cell; conf/ is part of the config instead."""
     files = []
-    for folder, folders, names in os.walk(PACKAGE, followlinks=True):
+    for folder, folders, files_here in os.walk(PACKAGE, followlinks=True):
         folders[:] = sorted(set(folders) - {"__pycache__", "conf", "page"})
-        paths = [Path(folder) / name for name in sorted(names) if name.endswith(".py")]
+        paths = [Path(folder) / name for name in sorted(files_here) if name.endswith(".py")]
         files += [p for p in paths if p.parent != PACKAGE or p.stem not in OUTPUT_ROOMS]
     return files
 
@@ -85,7 +89,9 @@ def provenance(*, device: str, backend: str, dtype: str) -> dict[str, Any]:
         **{name: version_of(name) for name in ("triton", "transformers", "numpy", "tokenizers")},
         "platform": platform.platform(),
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "device": device,

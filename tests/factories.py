@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 NAN = float("nan")
-KEYED = "model weights context policy policy_config budget_tokens prompt_hash seed dtype".split()
+KEYED = ("model", "context", "policy", "policy_config", "budget_tokens", "prompt_hash", "seed")
 
 
 def recall_rows(
