@@ -40,6 +40,9 @@ class CellStore:
             path.unlink(missing_ok=True)
             return None
 
+    def has(self, key: str) -> bool:
+        return self._path(key).is_file()
+
     def put(self, key: str, rows: Iterable[Row]) -> None:
         """Stores a finished cell; the last of two writers wins, and both wrote the same."""
         body = "".join(to_json(row) + "\n" for row in rows).encode()

@@ -24,7 +24,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 COMMON_COLUMNS = names(
-    "schema task sample prompt_hash model revision weights policy policy_config adaptive"
+    "schema task sample prompt_hash prompts model revision weights policy policy_config adaptive"
     " budget_tokens page_size sink_pages local_pages context protocol dense_layers backend device"
     " dtype seed capture_hash cell_key seconds peak_memory"
 )
@@ -62,7 +62,7 @@ ALL_COLUMNS = tuple(
 
 TEXT = frozenset(
     names(
-        "task sample prompt_hash model revision weights policy policy_config protocol backend"
+        "task sample prompt_hash prompts model revision weights policy policy_config protocol backend"
         " device dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
         " loglikelihood_mode what baseline"
     )

@@ -17,7 +17,6 @@ from sparse_eval.files import to_json
 from sparse_eval.headline import headline_table
 from sparse_eval.margins import margins
 from sparse_eval.palette import look_of
-from sparse_eval.plots import text_name
 from sparse_eval.summarise import by_layer, recall_rows, split_settings, summarise_recall
 
 SCRIPTS = ("format.js", "table.js", "charts.js", "layers.js", "main.js")
@@ -90,8 +89,8 @@ def collapse_dense(table: pd.DataFrame) -> pd.DataFrame:
 def setting_facts(rows: pd.DataFrame) -> list[str]:
     """What was measured, in short phrases with units; what rows do not say is left out."""
     prompts, first = rows["prompt"].nunique(), rows.iloc[0]
-    text = text_name(rows)
-    facts = [f"{prompts} prompt{'s' if prompts > 1 else ''}" + (f" ({text})" if text else "")]
+    source = f" ({first['prompts']})" if has(first, "prompts") else ""
+    facts = [f"{prompts} prompt{'s' if prompts > 1 else ''}{source}"]
     if has(first, "context"):
         facts.append(f"context {first['context']:,.0f} tokens")
     if has(first, "queries") and not isinstance(first["queries"], str):
@@ -137,11 +136,12 @@ def picture(path: Path) -> str:
 def run_facts(run: Mapping[str, Any]) -> str:
     """One run: how it was started, on what, with which versions; its whole config on demand."""
     origin = dict(run.get("provenance") or {})
-    command = origin.pop("command", None)
-    extra = {k: v for k, v in run.items() if isinstance(v, int | float | str) and k != "folder"}
+    command = run.get("command") or origin.get("command")
+    extra = {k: v for k, v in run.items() if isinstance(v, int | float | str)}
+    shown = {k: v for k, v in {**origin, **extra}.items() if k not in ("command", "folder")}
     facts = "".join(
         f"<div><dt>{html.escape(key.replace('_', ' '))}</dt><dd>{fact(value)}</dd></div>"
-        for key, value in {**origin, **extra}.items()
+        for key, value in shown.items()
         if value is not None
     )
     config = html.escape(json.dumps(run.get("config") or {}, indent=2, ensure_ascii=False))
@@ -156,7 +156,7 @@ def run_facts(run: Mapping[str, Any]) -> str:
 def fact(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return html.escape(str(value))
-    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+    return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"
 
 
 def capture_list(rows: pd.DataFrame) -> str:

@@ -19,6 +19,7 @@ from sparse_eval.core import AttentionCall, Row
 from sparse_eval.device import peak_memory_bytes, resolve_backend
 from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.policies.base import (
+    Attended,
     Policy,
     Selection,
     State,
@@ -167,7 +168,8 @@ class Evaluator:
                 policy.extend(state, call)
             selection = policy.select(call, recorder, budget)  # type: ignore[arg-type]
             options = {"page_size": policy.page_size, "page_lse": True}
-            policy.observe(state, call, self.attend(call, selection, **options))
+            attended = Attended(selection, *self.attend(call, selection, **options))
+            policy.observe(state, call, attended)
             selections.append(selection)
         return Chosen(stack_selections(selections), state, recorder.touched)
 
@@ -320,6 +322,7 @@ def common_columns(evaluator: Evaluator, policy: Policy, budget: int | None) -> 
         "task": "recall",
         "sample": meta.get("sample", 0),
         "prompt_hash": meta.get("prompt_hash", ""),
+        "prompts": meta.get("prompt_source", ""),
         "model": meta.get("model", ""),
         "revision": meta.get("revision", ""),
         "weights": meta.get("weights", ""),

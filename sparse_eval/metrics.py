@@ -49,7 +49,7 @@ def page_overlap(chosen_TSP: Tensor, mass_TSP: Tensor, current_TP: Tensor) -> Te
 
     chosen_TSP: bool. mass_TSP: the dense mass of each page for each list. Mean over T: [S]."""
     ranked = mass_TSP.masked_fill(current_TP[:, None], torch.inf)
-    rank = ranked.sort(-1, descending=True, stable=True).indices.argsort(-1)
+    rank = ranked.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
     count = chosen_TSP.sum(-1, keepdim=True)
     shared = (chosen_TSP & (rank < count)).sum(-1)
     return (shared / count[..., 0].clamp_min(1)).double().mean(0)

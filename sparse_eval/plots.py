@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -102,24 +101,17 @@ def new_figure(rows: pd.DataFrame, title: str, *, height: float = 4.6) -> tuple[
 
 
 def subject(rows: pd.DataFrame) -> str:
-    """Model, weights, context, text and n of rows of one setting, on one line."""
+    """Model, weights, context, prompts and n of rows of one setting, on one line."""
     rows = recall_rows(rows)
     first = rows.iloc[0]
     parts = [str(first[name]) for name in ("model", "weights") if first.get(name)]
     if first.get("context") is not None:
         parts.append(f"context {first['context']:,.0f} tokens")
-    parts += [text_name(rows)] if text_name(rows) else []
+    if first.get("prompts"):
+        parts.append(str(first["prompts"]))
     num_prompts = rows["prompt"].nunique()
     parts.append(f"n = {num_prompts} prompt{'s' if num_prompts > 1 else ''}")
     return "  ·  ".join(parts)
-
-
-def text_name(rows: pd.DataFrame) -> str:
-    """What the samples' names share: "docs" for docs/0, docs/1; "" for bare numbers."""
-    if "sample" not in rows:
-        return ""
-    names = {re.sub(r"[\s/_:#.-]*\d+$", "", str(name)) for name in rows["sample"]}
-    return ", ".join(sorted(names - {""}))
 
 
 def draw_lines(axes: Axes, table: pd.DataFrame, x: str) -> None:

@@ -21,8 +21,9 @@ PACKAGE = Path(__file__).resolve().parent
 
 OUTPUT_ROOMS = frozenset(
     names(
-        "__main__ app cache cells check columns dashboard fetch files headline journal margins"
-        " palette plots progress provenance report results summarise tracking"
+        "__main__ app cache cells check columns compose config dashboard failure fetch files"
+        " headline journal margins palette plan plots progress provenance report results settings"
+        " summarise tracking"
     )
 )
 """Modules that present or keep what was measured. Whatever else the package holds, new files
@@ -89,9 +90,7 @@ def provenance(*, device: str, backend: str, dtype: str) -> dict[str, Any]:
         **{name: version_of(name) for name in ("triton", "transformers", "numpy", "tokenizers")},
         "platform": platform.platform(),
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "device": device,
@@ -101,8 +100,11 @@ def provenance(*, device: str, backend: str, dtype: str) -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line as it was typed, `python` in place of the interpreter's path."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
+    """The command line as it was typed, without the paths of interpreter and script."""
+    program, *words = sys.orig_argv[1:] or [""]
+    if program.startswith("-"):
+        return shlex.join(["python", program, *words])
+    return shlex.join([Path(program).name, *words])
 
 
 def version_of(distribution: str) -> str | None:
@@ -130,6 +132,13 @@ def git(*arguments: str) -> str | None:
 
 def count_lines(text: str | None) -> int | None:
     return None if text is None else len(text.splitlines())
+
+
+def num_cores() -> int | None:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def cpu_name() -> str | None:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from sparse_eval.columns import fields_of, frame_of, names
 
-SETTING = names("model revision weights context protocol dense_layers dtype device backend")
+SETTING = names("model revision weights prompts context protocol dense_layers dtype device backend")
 """Rows that differ in one of these answer different questions: never averaged or compared."""
 
 CELL = ["policy", "budget_tokens"]

@@ -59,8 +59,9 @@ def recall_cell(
         yield {
             "schema": 1,
             "task": "recall",
-            "sample": f"docs/{sample}",
+            "sample": sample,
             "prompt_hash": prompt,
+            "prompts": "made up",
             "model": "synthetic-135m",
             "revision": "none",
             "weights": "Q4_1",

@@ -81,7 +81,7 @@ def sparse_decode(
     check_numbers(k, page_size, scale, paged=block_table is not None)
     check_backend(backend, q, v)
     if backend == "triton":
-        from sparse_eval.kernels.sparse_decode.kernel import sparse_decode_triton
+        from sparse_eval.kernels.sparse_decode.launch import sparse_decode_triton
 
         out, lse, lse_pages = sparse_decode_triton(
             *(q, k, v, pages, counts, starts, lengths, block_table),
@@ -181,8 +181,12 @@ def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
 
 
 def _interpreted() -> bool:
-    """Whether the kernel was, or will be, loaded for Triton's interpreter."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    """Whether the kernel runs in Triton's interpreter, which is settled when it is loaded."""
+    if os.environ.get("TRITON_INTERPRET", "").lower() not in ("1", "true", "on"):
+        return False
+    from sparse_eval.kernels.sparse_decode.kernel import INTERPRETED
+
+    return INTERPRETED
 
 
 def _fits(x: Tensor, shape: tuple[int | None, ...]) -> bool:
