@@ -119,6 +119,16 @@ def test_one_label_with_two_configs_becomes_two_lines():
     assert {"quest:page_size=16", "quest:page_size=64"} <= labels
 
 
+def test_seeds_of_one_policy_are_averaged():
+    rows = [
+        row("random", layer, 0, recall, 100, policy_config={"seed": seed})
+        for seed, recall in enumerate((0.2, 0.4))
+        for layer in (0, 1)
+    ]
+    found = line(rows, "random")
+    assert found["recall"] == pytest.approx(0.3) and found["n"] == 1
+
+
 def test_settings_are_reported_apart_and_never_averaged():
     rows = pd.DataFrame(recall_rows(**SMALL) + recall_rows(**SMALL, dtype="bfloat16", context=8192))
     assert list(split_settings(rows)) == [
