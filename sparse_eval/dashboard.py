@@ -17,7 +17,13 @@ from sparse_eval.files import to_json
 from sparse_eval.headline import headline_table
 from sparse_eval.margins import margins
 from sparse_eval.palette import look_of
-from sparse_eval.summarise import by_layer, recall_rows, split_settings, summarise_recall
+from sparse_eval.summarise import (
+    by_layer,
+    dense_policies,
+    recall_rows,
+    split_settings,
+    summarise_recall,
+)
 
 SCRIPTS = ("format.js", "table.js", "charts.js", "layers.js", "main.js")
 DIGITS = 6
@@ -74,13 +80,13 @@ def policy_facts(label: str, table: pd.DataFrame) -> dict[str, Any]:
         "marker": look.plotly_marker,
         "dash": look.plotly_dash,
         "realisable": bool(table["realisable"].all()),
-        "readsAll": bool((table["density"] == 1).all()),
+        "readsAll": bool(dense_policies(table)),
     }
 
 
 def collapse_dense(table: pd.DataFrame) -> pd.DataFrame:
     """A policy that reads everything at every budget becomes one line without a budget."""
-    reads_all = table.groupby("policy")["density"].transform("min") == 1
+    reads_all = table["policy"].isin(dense_policies(table))
     once = table[reads_all].drop_duplicates("policy").assign(budget_tokens=float("nan"))
     table = pd.concat([table[~reads_all], once])
     return table.sort_values("recall", ascending=False, kind="stable")
