@@ -181,7 +181,7 @@ def test_kernel_agrees_with_float64(tokens, dtype, device):
 @pytest.mark.parametrize("d", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_head_dims_and_groups(d, dtype, device):
-    groups = (1, 3, 5, 6, 7, 8, 16)
+    groups: tuple[int, ...] = (1, 3, 5, 6, 7, 8, 16)
     if device == "cpu" and dtype == torch.bfloat16:
         groups = (6, 7)  # the interpreter computes in float32 anyway
     for group in groups:
