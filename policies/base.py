@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparse_eval.core import AttentionCall
-
-GROUP_RULES = ("max", "sum", "softmax_sum", "per_head")
 
 
 @dataclass(frozen=True)
@@ -29,42 +27,64 @@ class Selection:
     page_size: int
 
 
+@dataclass(frozen=True)
+class Attended:
+    """What attention over a selection gave: all that a history policy learns from.
+
+    out_BHE, lse_BH; page_lse_BHK: the log-sum-exp of each slot of selection.pages_BSK."""
+
+    selection: Selection
+    out_BHE: Tensor
+    lse_BH: Tensor
+    page_lse_BHK: Tensor
+
+
 @dataclass
 class State:
     """Tensors a policy keeps for one layer, owned by the caller and updated in place.
 
-    Fields named in `paged` have shape [B, G, P, ...] with P sized for the call's capacity."""
+    Fields named in `paged` have shape [B, G, P, ...] with P sized for the call's capacity; B is the
+    cache's batch, so 1 where all rows read one cache. New pages hold `blank`."""
 
     paged: ClassVar[tuple[str, ...]] = ()
+    blank: ClassVar[float] = 0.0
 
     def tensors(self) -> dict[str, Tensor]:
         named = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
     def grow(self, num_pages: int) -> None:
-        """Make room for num_pages pages; what was there stays, new pages are zero."""
+        """Make room for num_pages pages; what was there stays."""
         for name in self.paged:
             old = getattr(self, name)
-            new = old.new_zeros(*old.shape[:2], num_pages, *old.shape[3:])
-            new[:, :, : old.shape[2]] = old
-            setattr(self, name, new)
+            if old.shape[2] < num_pages:
+                new = old.new_full((*old.shape[:2], num_pages, *old.shape[3:]), self.blank)
+                new[:, :, : old.shape[2]] = old
+                setattr(self, name, new)
+
+
+StateT = TypeVar("StateT", bound=State)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(ABC):
+class Policy(ABC, Generic[StateT]):
     """Which pages of the KV cache a decode query reads.
 
     action: select (everything is kept) or evict (what was dropped cannot come back).
-    evidence: what the choice may look at. adaptive: reads as many pages as it needs, no budget.
+    evidence: what the choice may look at. adaptive: reads as many pages as it needs, no budget;
+    dense_at names the field values at which it reads everything, such as {"delta": inf}.
+    dense: reads everything whatever the budget. realisable: could be built; an oracle could not.
     """
 
-    page_size: int = 16
-    sink_pages: int = 1
-    local_pages: int = 2
+    page_size: int = 16  # tokens
+    sink_pages: int = 1  # first pages, always read
+    local_pages: int = 2  # newest pages, always read, the current one included
 
     action: ClassVar[Literal["select", "evict"]] = "select"
     evidence: ClassVar[Literal["position", "prompt", "query", "history"]] = "position"
     adaptive: ClassVar[bool] = False
+    dense_at: ClassVar[dict[str, Any]] = {}
+    dense: ClassVar[bool] = False
     realisable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -81,26 +101,42 @@ class Policy(ABC):
         """Tokens the forced pages need."""
         return self.forced_pages * self.page_size
 
+    def checked(self, budget: int | None) -> int:
+        """The budget, in tokens; ValueError naming the minimum if the forced pages do not fit."""
+        if budget is None or budget < self.min_budget:
+            raise ValueError(
+                f"budget must be >= {self.min_budget} tokens ({self.forced_pages} pages of "
+                f"{self.page_size} that {type(self).__name__} always reads), got {budget}"
+            )
+        return budget
+
     def config(self) -> dict[str, Any]:
         """Every field by name: what a row's policy_config records."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def init(self, call: AttentionCall, prompt_queries_BWHD: Tensor | None = None) -> State:
-        """State for the cache as it stands: call.lengths_B live tokens per row, newest included."""
-        return State()
+    def init(self, call: AttentionCall, prompt_queries_BWHD: Tensor | None = None) -> StateT:
+        """State for the cache as it stands: call.lengths_B live tokens per row, newest included.
 
-    def extend(self, state: State, call: AttentionCall) -> None:  # noqa: B027
-        """The cache grew by one token a row (call.lengths_B includes it): bring state up to date."""
+        prompt_queries_BWHD: the queries of the last W tokens, the newest last; a row of fewer
+        tokens holds garbage in front. Rows that share one cache are steps of one sequence, the
+        first of which ends the prompt: one set of prompt queries for all."""
+        return State()  # type: ignore[return-value]
 
-    def observe(self, state: State, call: AttentionCall, result: Any) -> None:  # noqa: B027
-        """After attention: history policies learn from `result` (out, lse, page LSE)."""
+    def extend(self, state: StateT, call: AttentionCall) -> None:  # noqa: B027
+        """The cache grew by one token a row, call.lengths_B includes it: update state."""
+
+    def observe(self, state: StateT, call: AttentionCall, result: Attended) -> None:  # noqa: B027
+        """After attention: history policies learn from what it gave."""
 
     @abstractmethod
-    def select(self, call: AttentionCall, state: State, budget: int | None) -> Selection:
-        """The pages this step reads. budget: tokens a KV head may read in all; None if adaptive."""
+    def select(self, call: AttentionCall, state: StateT, budget: int | None) -> Selection:
+        """The pages this step reads; leaves state and call as they are, waits for no value.
+
+        budget: tokens a KV head may read in all, its query heads' union counted; None if adaptive.
+        Shapes depend on shapes alone, never on live lengths."""
 
 
-def check_at_least(name: str, value: int, least: int) -> None:
+def check_at_least(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
 
@@ -108,6 +144,11 @@ def check_at_least(name: str, value: int, least: int) -> None:
 def check_one_of(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(map(str, accepted))}, got {value!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 def num_pages_of(tokens: int, page_size: int) -> int:
@@ -123,68 +164,55 @@ def current_page_B(call: AttentionCall, page_size: int) -> Tensor:
 def visible_BP(call: AttentionCall, page_size: int, num_pages: int) -> Tensor:
     """True for pages that hold a live token (the current page included)."""
     page = torch.arange(num_pages, device=call.device)
-    return page[None] <= current_page_B(call, page_size)[:, None]
+    return page <= current_page_B(call, page_size)[:, None]
+
+
+def full_BP(call: AttentionCall, page_size: int, num_pages: int) -> Tensor:
+    """True for pages whose every token is live: those with metadata."""
+    last_token = torch.arange(1, num_pages + 1, device=call.device) * page_size
+    return last_token <= call.lengths_B[:, None]
+
+
+def fits_B(call: AttentionCall, budget: int) -> Tensor:
+    """True for rows whose every live token fits the budget."""
+    return call.lengths_B <= budget
 
 
 def forced_BP(call: AttentionCall, policy: Policy, num_pages: int) -> Tensor:
     """True for the sink and local pages (the current one is local) that hold a live token."""
-    page = torch.arange(num_pages, device=call.device)[None]
+    page = torch.arange(num_pages, device=call.device)
     current = current_page_B(call, policy.page_size)[:, None]
     local = page > current - policy.local_pages
     return (local | (page < policy.sink_pages)) & (page <= current)
 
 
-def top_pages(score_BSP: Tensor, call: AttentionCall, policy: Policy, budget: int) -> Selection:
-    """The budget // page_size best pages, forced ones first, ties to the lowest id.
-
-    score_BSP: higher is better; not NaN on visible pages. Raises ValueError if the budget cannot hold the forced pages."""
-    if budget < policy.min_budget:
-        raise ValueError(
-            f"budget must be >= {policy.min_budget} tokens ({policy.sink_pages} sink + "
-            f"{policy.local_pages} local pages of {policy.page_size}), got {budget}"
-        )
-    num_pages = score_BSP.shape[-1]
-    forced = forced_BP(call, policy, num_pages)[:, None]
-    visible = visible_BP(call, policy.page_size, num_pages)[:, None]
-    ranked = score_BSP.masked_fill(forced, torch.inf).masked_fill(~visible, -torch.inf)
-    best = ranked.sort(-1, descending=True, stable=True).indices[..., : budget // policy.page_size]
-    return selection_of(best, current_page_B(call, policy.page_size), policy.page_size)
-
-
-def selection_of(page_BSK: Tensor, current_B: Tensor, page_size: int) -> Selection:
-    """A Selection from unordered, unique page ids; ids beyond the current page become -1."""
-    last = torch.iinfo(torch.int32).max
-    dead = page_BSK > current_B[:, None, None]
-    pages = page_BSK.masked_fill(dead, last).sort(-1).values
-    pages = pages.masked_fill(pages == last, -1).int()
-    return Selection(pages, (pages >= 0).sum(-1, dtype=torch.int32), page_size)
-
-
-def selection_from_mask(mask_BSP: Tensor, page_size: int) -> Selection:
-    """A Selection of every page that is True."""
+def selection_from_mask(mask_BSP: Tensor, page_size: int, width: int | None = None) -> Selection:
+    """A Selection of every page that is True, in lists of `width` slots (None: one per page)."""
     num_pages = mask_BSP.shape[-1]
+    width = num_pages if width is None else min(width, num_pages)
+    slot = torch.where(mask_BSP, mask_BSP.cumsum(-1) - 1, width)
     page = torch.arange(num_pages, device=mask_BSP.device, dtype=torch.int32)
-    last = torch.iinfo(torch.int32).max
-    pages = torch.where(mask_BSP, page, last).sort(-1).values
-    pages = pages.masked_fill(pages == last, -1)
-    return Selection(pages, mask_BSP.sum(-1, dtype=torch.int32), page_size)
+    pages = page.new_full((*mask_BSP.shape[:2], width + 1), -1)
+    pages.scatter_(-1, slot, page.expand_as(slot))
+    counts = mask_BSP.sum(-1, dtype=torch.int32)
+    return Selection(pages[..., :width].contiguous(), counts, page_size)
+
+
+def live_keys(call: AttentionCall, num_tokens: int) -> Tensor:
+    """Each row's first num_tokens keys from its start: [B or 1, G, num_tokens, D].
+
+    A view where rows start at 0, a gathered copy where starts_B shifts them. What lies beyond a
+    row's end is garbage: mask it."""
+    k = call.k_BGND
+    if call.starts_B is None:
+        return k[:, :, :num_tokens]
+    return gather_tokens(k, call.starts_B.long()[:, None], num_tokens)
 
 
 def pages_of_keys(call: AttentionCall, page_size: int) -> Tensor:
-    """Keys cut into the call's whole pages: [B or 1, G, N // page_size, page_size, D].
-
-    A view where rows start at 0; a gathered copy where starts_B shifts them. Pages beyond a row's
-    end hold garbage: mask them."""
-    k = call.k_BGND
-    num_full = k.shape[2] // page_size
-    if call.starts_B is None:
-        tokens = k[:, :, : num_full * page_size]
-        return tokens.unflatten(2, (num_full, page_size))
-    offset = torch.arange(num_full * page_size, device=k.device)
-    index = (call.starts_B.long()[:, None] + offset).clamp_max(k.shape[2] - 1)
-    k = k.expand(index.shape[0], -1, -1, -1)
-    index = index[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
-    return k.gather(2, index).unflatten(2, (num_full, page_size))
+    """Keys cut into the extent's whole pages: [B or 1, G, N // page_size, page_size, D]."""
+    num_full = call.k_BGND.shape[2] // page_size
+    return live_keys(call, num_full * page_size).unflatten(2, (num_full, page_size))
 
 
 def newest_full_page(call: AttentionCall, page_size: int) -> tuple[Tensor, Tensor]:
@@ -192,37 +220,14 @@ def newest_full_page(call: AttentionCall, page_size: int) -> tuple[Tensor, Tenso
 
     A row with no full page yields page 0's extent: writing metadata from it is harmless, since
     that page is rewritten when it fills and is forced until then."""
-    k = call.k_BGND
     page = (torch.div(call.lengths_B.long(), page_size, rounding_mode="floor") - 1).clamp_min(0)
-    first = page * page_size + (0 if call.starts_B is None else call.starts_B.long())
-    index = first[:, None] + torch.arange(page_size, device=k.device)
-    index = index.clamp_max(k.shape[2] - 1)[:, None, :, None]
-    k = k.expand(index.shape[0], -1, -1, -1)
-    return page, k.gather(2, index.expand(-1, k.shape[1], -1, k.shape[3]))
+    start = 0 if call.starts_B is None else call.starts_B.long()
+    return page, gather_tokens(call.k_BGND, (start + page * page_size)[:, None], page_size)
 
 
-def query_page_scores(q_BHD: Tensor, x_BGPD: Tensor) -> Tensor:
-    """q·x for each query head and page: [B, H, P] in float32 (float64 stays). x's batch may be 1."""
-    dtype = torch.promote_types(q_BHD.dtype, torch.float32)
-    num_rows, num_heads, head_dim = q_BHD.shape
-    num_kv_heads, num_pages = x_BGPD.shape[1:3]
-    q = q_BHD.to(dtype).reshape(num_rows, num_kv_heads, -1, head_dim)
-    x_GDP = x_BGPD.to(dtype).transpose(-1, -2)
-    if x_GDP.shape[0] == 1:
-        flat = q.transpose(0, 1).reshape(num_kv_heads, -1, head_dim) @ x_GDP[0]
-        return flat.unflatten(1, (num_rows, -1)).transpose(0, 1).reshape(num_rows, num_heads, -1)
-    return (q @ x_GDP).reshape(num_rows, num_heads, num_pages)
-
-
-def share_in_group(logit_BHP: Tensor, num_kv_heads: int, rule: str, visible_BP: Tensor) -> Tensor:
-    """One score per list from per-head logits: [B, G, P], or [B, H, P] for per_head.
-
-    max, sum: of the logits. softmax_sum: each head's softmax over its visible pages, summed."""
-    if rule == "per_head":
-        return logit_BHP
-    if rule == "softmax_sum":
-        logit_BHP = logit_BHP.masked_fill(~visible_BP[:, None], -torch.inf).softmax(-1)
-    grouped = logit_BHP.unflatten(1, (num_kv_heads, -1))
-    return grouped.amax(2) if rule == "max" else grouped.sum(2)
-
-
+def gather_tokens(k_BGND: Tensor, first_B1: Tensor, num_tokens: int) -> Tensor:
+    """Tokens [first, first + num_tokens) of each row, the last one repeated beyond the extent."""
+    index = first_B1 + torch.arange(num_tokens, device=k_BGND.device)
+    index = index.clamp_max(k_BGND.shape[2] - 1)[:, None, :, None]
+    k = k_BGND.expand(index.shape[0], -1, -1, -1)
+    return k.gather(2, index.expand(-1, k.shape[1], -1, k.shape[3]))

@@ -67,7 +67,8 @@ def _refusal(model: Any, what: str) -> ValueError:
     )
 
 
-def _check_plain(module: Any, kwargs: dict[str, Any]) -> None:
+def check_plain(module: Any, kwargs: dict[str, Any]) -> None:
+    """ValueError if a call asks for more than softmax(scale · q·k)."""
     for key, what in _CHANGES_SOFTMAX.items():
         if kwargs.get(key) is not None:
             raise _refusal(module, what)
@@ -109,7 +110,7 @@ class Observer:
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        _check_plain(module, kwargs)
+        check_plain(module, kwargs)
         out, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         layer = module.layer_idx
         self.kinds[layer] = "sliding" if kwargs.get("sliding_window") else "full"

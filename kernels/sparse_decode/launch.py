@@ -1,0 +1,116 @@
+"""Launch the Triton kernels of sparse decode: sizes, scratch, two launches.
+
+Every size depends on shapes alone, never on a live length, so a step can be captured in a CUDA
+graph and replayed at other lengths.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from sparse_eval.kernels.sparse_decode.kernel import (
+    INTERPRETED,
+    attend_split_kernel,
+    merge_splits_kernel,
+)
+
+TILE_BYTES = 16 * 1024
+MAX_SPLITS = 128
+
+
+def sparse_decode_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor | None,
+    counts: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    block_table: Tensor | None = None,
+    page_lse: bool = False,
+    block_t: int | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Arguments and results as in api.sparse_decode, which checks them.
+
+    block_t: tokens per tile, a power of two >= 16; num_splits <= MAX_SPLITS; None = by shape."""
+    (rows, heads, d), e = q.shape, v.shape[3]
+    num_tokens = k.shape[2] * (1 if block_table is None else block_table.shape[1])
+    lists = k.shape[1] if pages is None else pages.shape[1]
+    slots = triton.cdiv(num_tokens, page_size) if pages is None else pages.shape[2]
+    block_d, block_e = (max(16, triton.next_power_of_2(x)) for x in (d, e))
+    block_t = block_t or tile_tokens(max(block_d, block_e) * q.element_size())
+    capacity = num_tokens if pages is None else slots * page_size
+    num_splits = num_splits or splits_of(rows * lists, triton.cdiv(capacity, block_t), q.device)
+    assert num_splits <= MAX_SPLITS and block_t >= 16
+    part = min(page_size & -page_size, block_t)
+    parts_of_page = page_size // part
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(rows, heads, *shape, dtype=dtype, device=q.device)
+
+    acc, m, l = new(num_splits, e), new(num_splits), new(num_splits)  # noqa: E741
+    # The interpreter's own float32 -> bfloat16 truncates.
+    out, lse = new(e, dtype=torch.float32 if INTERPRETED else q.dtype), new()
+    parts = new(slots, parts_of_page).fill_(-torch.inf) if page_lse else None
+    # The kernel walks its integer arguments as dense arrays.
+    pages, counts, starts = (x if x is None else x.contiguous() for x in (pages, counts, starts))
+    table = None if block_table is None else block_table.expand(rows, -1).contiguous()
+    k_strides, v_strides = (
+        (x.stride(0) if table is not None or len(x) > 1 else 0, *x.stride()[1:]) for x in (k, v)
+    )
+    with torch.cuda.device_of(q):
+        attend_split_kernel[(rows, lists, num_splits)](
+            *(q, k, v, pages, counts, starts, lengths.contiguous(), table, acc, m, l, parts),
+            *(float(scale), num_tokens, slots, num_splits, slots * parts_of_page),
+            *(0 if table is None else table.shape[1], *q.stride(), *k_strides, *v_strides),
+            D=d,
+            E=e,
+            HEADS=heads // lists,
+            LISTS=lists // k.shape[1],
+            PAGE_SIZE=page_size,
+            BLOCK_SIZE=1 if table is None else k.shape[2],
+            PART=part,
+            P_UNIT=2.0**15 if q.dtype == torch.float16 else 1.0,
+            INTERPRET=INTERPRETED,
+            BLOCK_M=max(16, triton.next_power_of_2(heads // lists)),
+            BLOCK_T=block_t,
+            BLOCK_D=block_d,
+            BLOCK_E=block_e,
+            enable_fp_fusion=True,
+        )
+        merge_splits_kernel[(rows * heads, triton.cdiv(e, 32))](
+            *(acc, m, l, out, lse, num_splits),
+            E=e,
+            BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+            BLOCK_E=32,
+            enable_fp_fusion=True,
+        )
+    if parts is not None:
+        parts = parts.squeeze(3) if parts_of_page == 1 else parts.logsumexp(3)
+    return out.to(q.dtype), lse, parts
+
+
+def tile_tokens(bytes_per_token: int) -> int:
+    """Tokens per tile: K and V tiles of at most TILE_BYTES; the interpreter pays per tile."""
+    return 256 if INTERPRETED else min(64, max(16, TILE_BYTES // bytes_per_token))
+
+
+def splits_of(lists: int, tiles: int, device: torch.device) -> int:
+    """Splits per list: two programs per multiprocessor, none without room for a tile of its own."""
+    wanted = triton.cdiv(2 * multiprocessors(device), max(1, lists))
+    return max(1, min(tiles, wanted, MAX_SPLITS))
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,91 @@
+"""python -m sparse_eval: validate first (exit code 2, one line, no model loaded), then run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+HELP = """\
+python -m sparse_eval [key=value …]          one run
+python -m sparse_eval -m key=a,b [key=value …]   a sweep over every combination
+python -m sparse_eval plan=true …            what would run and cost; loads no weights
+
+  policy=quest budget=2048                   the main policy, tokens a KV head may read per step
+  compare=[oracle,window,random]             measured beside it
+  model=smollm2 | model=hub model.id=ORG/NAME    context=4096  prompts=docs  prompts.n=4
+  --config-dir DIR                           your own yaml files (DIR/policy/mine.yaml)
+  --cfg job                                  print the composed config
+
+keys and defaults: conf/config.yaml; options: conf/<group>/; see also
+python -m sparse_eval.report PATH… · python -m sparse_eval.fetch NAME · python -m sparse_eval.check TARGET
+"""
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if words and words[0] in ("-h", "--help"):
+        print(HELP)
+        return
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        sweep = check(words)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if sweep is not None:
+        from sparse_eval.app import main as run_app
+
+        run_app(words)
+
+
+def check(words: Sequence[str]) -> bool | None:
+    """Compose and validate every job. Returns whether it is a sweep; None: done (plan printed)."""
+    from sparse_eval.app import register_resolvers
+    from sparse_eval.compose import Composer, parse, sweep_jobs
+    from sparse_eval.settings import resolve
+
+    register_resolvers()
+    flags, overrides = split_words(words)
+    parsed = parse(overrides)
+    is_sweep = flags.multirun
+    swept = [o.input_line for o in parsed if o.is_sweep_override()]
+    if swept and not is_sweep:
+        raise ValueError(
+            f"{swept[0]} lists several values, which is a sweep: "
+            f"python -m sparse_eval -m {' '.join(words)}"
+        )
+    composer = Composer(tuple([flags.config_dir] if flags.config_dir else []))
+    composer.check_words(parsed)
+    jobs = sweep_jobs(parsed) if is_sweep else [list(overrides)]
+    if any(word.replace(" ", "").lower() == "plan=true" for word in overrides):
+        from sparse_eval.plan import print_plan
+
+        print_plan([(" ".join(job), attempt(composer, job)) for job in jobs])
+        return None
+    for job in jobs:
+        resolve(composer, job)
+    return is_sweep
+
+
+def attempt(composer: Any, job: Sequence[str]) -> Any:
+    """The job's settings, or the ValueError that says why it cannot run."""
+    from sparse_eval.settings import resolve
+
+    try:
+        return resolve(composer, job)
+    except ValueError as error:
+        return error
+
+
+def split_words(words: Sequence[str]) -> tuple[Any, list[str]]:
+    """Hydra's own flags, and the overrides."""
+    from hydra._internal.utils import get_args_parser
+
+    flags = get_args_parser().parse_args(list(words))
+    return flags, list(flags.overrides)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The policy contract, callable on anybody's policy: python -m sparse_eval.check mypkg.MyPolicy."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import yaml
+
+from sparse_eval.check_cases import MakePolicy
+from sparse_eval.device import resolve_device
+from sparse_eval.policies.base import Policy
+from sparse_eval.policy_contract import (
+    BEHAVIOUR_CHECKS,
+    SELECTION_CHECKS,
+    Fault,
+    Skip,
+    Subject,
+    make_samples,
+)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One promise: its name, whether it was kept, and the evidence or the reason it was skipped."""
+
+    name: str
+    outcome: Literal["ok", "failed", "skipped"]
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.outcome:8}{self.name}{': ' if self.detail else ''}{self.detail}"
+
+
+def check_policy(make_policy: MakePolicy, device: str = "cpu") -> list[CheckResult]:
+    """Every promise of the contract, tried on the policy that make_policy(**fields) builds.
+
+    make_policy gets page_size, sink_pages, local_pages and, for adaptive policies, the fields of
+    dense_at; fields that it fixes itself win."""
+    subject = Subject(make_policy, device)
+    samples: list[Any] = []
+    selects = result_of("select runs on every shape", lambda: samples.extend(make_samples(subject)))
+    results = [selects]
+    if selects.outcome == "ok":
+        for check in SELECTION_CHECKS:
+            results.append(result_of(name_of(check), partial(each, check, samples)))
+    for behaviour in BEHAVIOUR_CHECKS:
+        results.append(result_of(name_of(behaviour), partial(behaviour, subject)))
+    return results
+
+
+def each(check: Callable[[Any], None], samples: Sequence[Any]) -> None:
+    """Run a check on every sample; skipped if it applies to none."""
+    skips = []
+    for sample in samples:
+        try:
+            check(sample)
+        except Skip as skip:
+            skips.append(skip)
+    if len(skips) == len(samples):
+        raise skips[0]
+
+
+def result_of(name: str, run: Callable[[], None]) -> CheckResult:
+    try:
+        run()
+    except Skip as skip:
+        return CheckResult(name, "skipped", str(skip))
+    except Fault as fault:
+        return CheckResult(name, "failed", str(fault))
+    except Exception as error:  # a policy is foreign code, which may raise anything
+        line = " ".join(str(error).split())
+        return CheckResult(name, "failed", f"raised {type(error).__name__}: {line}")
+    return CheckResult(name, "ok")
+
+
+def name_of(check: Callable[..., None]) -> str:
+    return check.__name__.replace("_", " ")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print one line per promise. Returns 0 if all are kept, 1 if not, 2 for a bad target."""
+    parser = argparse.ArgumentParser(prog="python -m sparse_eval.check", description=__doc__)
+    parser.add_argument("target", help="import path of a Policy subclass, such as mypkg.MyPolicy")
+    parser.add_argument("fields", nargs="*", metavar="field=value", help="fields to fix")
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda")
+    options = parser.parse_args(arguments)
+    try:
+        fixed = dict(field_of(text) for text in options.fields)
+        device = resolve_device(options.device)
+        build(options.target, fixed)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    make_policy = partial(build, options.target, fixed)
+    results = check_policy(make_policy, device)
+    for result in results:
+        print(result)
+    failed = sum(result.outcome == "failed" for result in results)
+    skipped = sum(result.outcome == "skipped" for result in results)
+    kept = len(results) - failed - skipped
+    print(f"{options.target}: {kept} kept, {failed} failed, {skipped} do not apply")
+    return 1 if failed else 0
+
+
+def build(target: str, fixed: Mapping[str, Any], **fields: Any) -> Policy:
+    """The policy at an import path, fixed fields winning. ValueError in one line if the target
+    cannot be imported, is no Policy class, or does not take the fields."""
+    cls = policy_class(target)
+    try:
+        return cls(**fields | dict(fixed))
+    except TypeError as error:
+        raise ValueError(f"{target} does not take these fields: {error}") from None
+
+
+def policy_class(target: str) -> type[Policy]:
+    module_name, _, name = target.rpartition(".")
+    if not module_name:
+        raise ValueError(f"target must be an import path such as mypkg.MyPolicy, got {target!r}")
+    try:
+        cls = getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # importing runs foreign code, which may raise anything
+        line = " ".join(str(error).split())
+        raise ValueError(f"cannot import {target}: {type(error).__name__}: {line}") from None
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        raise ValueError(f"{target} is no subclass of sparse_eval.policies.base.Policy")
+    return cls
+
+
+def field_of(text: str) -> tuple[str, Any]:
+    """ "alpha=0.5" -> ("alpha", 0.5); ValueError if there is no "=" or no value."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise ValueError(f"fields are given as field=value, got {text!r}")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ValueError(f"{name} has a value that is not YAML: {value!r}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,516 @@
+"""What every policy promises, one function a promise. A broken one raises Fault with the evidence.
+
+SELECTION_CHECKS look at single selections, BEHAVIOUR_CHECKS at how selections relate. Their names,
+read as text, are what `python -m sparse_eval.check` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_eval.check_cases import (
+    Lists,
+    MakePolicy,
+    batch_call,
+    decode,
+    first_step,
+    lists_of,
+    on_meta,
+    prompt_queries,
+    random_text,
+    replay_call,
+)
+from sparse_eval.core import AttentionCall
+from sparse_eval.policies.base import Policy, Selection, num_pages_of
+
+VARIANTS = (
+    {"page_size": 4, "sink_pages": 1, "local_pages": 2},
+    {"page_size": 1, "sink_pages": 3, "local_pages": 2},
+    {"page_size": 5, "sink_pages": 0, "local_pages": 1},
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Fault(AssertionError):
+    """What a policy did against the contract."""
+
+
+class Skip(Exception):
+    """Why a promise does not apply to a policy."""
+
+
+def expect(condition: bool, fault: str) -> None:
+    if not condition:
+        raise Fault(fault)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The policy under check: make_policy(**fields) builds it; fields its user fixed win."""
+
+    make_policy: MakePolicy
+    device: str = "cpu"
+
+    def policy(self, **fields: Any) -> Policy:
+        return self.make_policy(**(VARIANTS[0] | fields))
+
+    def texts(self, count: int, num_tokens: int, group_size: int = 2, seed: int = 0) -> list[Any]:
+        options: dict[str, Any] = {"group_size": group_size, "device": self.device}
+        return [random_text(num_tokens, seed=seed + b, **options) for b in range(count)]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One select call and what it gave."""
+
+    policy: Policy
+    call: AttentionCall
+    budget: int | None
+    selection: Selection
+
+    @cached_property
+    def label(self) -> str:
+        p = self.policy
+        return (
+            f"page_size {p.page_size}, sink_pages {p.sink_pages}, local_pages {p.local_pages}, "
+            f"budget {self.budget}, {self.call.group_size} heads a group, "
+            f"{str(self.call.q_BHD.dtype).removeprefix('torch.')}"
+        )
+
+    @cached_property
+    def rows(self) -> list[tuple[int, int, list[int], str]]:
+        """Per row and list: live tokens, current page, pages, and where it is."""
+        rows = []
+        lengths = self.call.lengths_B.tolist()
+        for length, lists in zip(lengths, lists_of(self.selection), strict=True):
+            current = num_pages_of(length, self.policy.page_size) - 1
+            for s, pages in enumerate(lists):
+                where = f"{self.label}: a row of {length} tokens, list {s}, reads pages {pages}"
+                rows.append((length, current, pages, where))
+        return rows
+
+
+def make_samples(subject: Subject) -> list[Sample]:
+    """Groups of 1 to 8 heads, three page sizes, lengths around page borders, budgets from the
+    least allowed to one that covers every row, three dtypes."""
+    cases = [(fields, m, torch.float32) for fields in VARIANTS for m in range(1, 9)]
+    cases += [(VARIANTS[0], 2, dtype) for dtype in DTYPES[1:]]
+    samples = []
+    for fields, group_size, dtype in cases:
+        policy = subject.policy(**fields)
+        size = policy.page_size
+        pages = policy.sink_pages + policy.local_pages + 6
+        just_covered = (pages - 3) * size + size // 2  # by the middle budget
+        lengths = [0, 1, size - 1, size, size + 1, just_covered, pages * size - 1, pages * size]
+        texts = [t.cast(dtype) for t in subject.texts(len(lengths), pages * size, group_size)]
+        call = batch_call(texts, lengths, extent=pages * size + 3)
+        state = policy.init(call, prompt_queries(texts, lengths))
+        for budget in sample_budgets(policy, pages):
+            samples.append(Sample(policy, call, budget, policy.select(call, state, budget)))
+    return samples
+
+
+def sample_budgets(policy: Policy, pages: int) -> list[int | None]:
+    if policy.adaptive:
+        return [None]
+    some = middle_budget(policy)
+    return [policy.min_budget, some, pages * policy.page_size] + [None] * policy.dense
+
+
+def middle_budget(policy: Policy) -> int | None:
+    """Three pages more than are forced, and half a page that is of no use."""
+    if policy.adaptive:
+        return None
+    return (policy.sink_pages + policy.local_pages + 3) * policy.page_size + policy.page_size // 2
+
+
+# Selections
+
+
+def is_a_selection_of_its_pages(x: Sample) -> None:
+    expect(isinstance(x.selection, Selection), f"{x.label}: returned {type(x.selection).__name__}")
+    got = x.selection.page_size
+    expect(got == x.policy.page_size, f"{x.label}: the selection's page_size is {got}")
+
+
+def lists_are_int32_of_the_right_shape(x: Sample) -> None:
+    pages, counts = x.selection.pages_BSK, x.selection.counts_BS
+    rows, lists = len(x.call.q_BHD), (x.call.num_kv_heads, x.call.num_heads)
+    wanted = f"[{rows}, {lists[0]} or {lists[1]}, K]"
+    for name, tensor in (("pages", pages), ("counts", counts)):
+        expect(tensor.dtype == torch.int32, f"{x.label}: {name} are {tensor.dtype}, not int32")
+        expect(
+            tensor.device == x.call.device, f"{x.label}: {name} on {tensor.device}, not the call's"
+        )
+    fits = pages.dim() == 3 and len(pages) == rows and pages.shape[1] in lists
+    expect(fits, f"{x.label}: pages are {list(pages.shape)}, not {wanted}")
+    fits = counts.shape == pages.shape[:2]
+    expect(fits, f"{x.label}: counts are {list(counts.shape)} beside pages {list(pages.shape)}")
+
+
+def counts_match_and_empty_slots_are_minus_one(x: Sample) -> None:
+    pages, counts = x.selection.pages_BSK, x.selection.counts_BS
+    slot = torch.arange(pages.shape[-1], device=pages.device)
+    valid = pages != -1
+    ordered = (valid == (slot < valid.sum(-1, keepdim=True))).all(-1)
+    for pages_K in pages[~ordered].tolist()[:1]:
+        raise Fault(f"{x.label}: valid ids do not come first and -1 after: {pages_K}")
+    wrong = counts != valid.sum(-1)
+    for count, pages_K in zip(counts[wrong].tolist(), pages[wrong].tolist(), strict=True):
+        raise Fault(f"{x.label}: the count is {count} for {pages_K}")
+
+
+def ids_are_live_pages(x: Sample) -> None:
+    for _, current, pages, where in x.rows:
+        expect(all(0 <= p <= current for p in pages), f"{where}, its live pages are 0 to {current}")
+
+
+def ids_ascend_without_duplicates(x: Sample) -> None:
+    for _, _, pages, where in x.rows:
+        expect(pages == sorted(set(pages)), f"{where}, not ascending or twice")
+
+
+def current_page_is_read(x: Sample) -> None:
+    for length, current, pages, where in x.rows:
+        expect(not length or current in pages, f"{where}, its current page is {current}")
+
+
+def sinks_and_local_pages_are_read(x: Sample) -> None:
+    if not x.policy.realisable:
+        raise Skip("bound by the current page alone")
+    for _, current, pages, where in x.rows:
+        sinks = range(min(x.policy.sink_pages, current + 1))
+        local = range(max(current + 1 - x.policy.local_pages, 0), current + 1)
+        missing = sorted({*sinks, *local} - set(pages))
+        expect(not missing, f"{where}, sink or local pages {missing} are missing")
+
+
+def budget_is_kept(x: Sample) -> None:
+    """By the union of a group's lists, or the optional cap (max_tokens) of an adaptive policy."""
+    budget = getattr(x.policy, "max_tokens", None) if x.policy.adaptive else x.budget
+    if budget is None or x.policy.dense:
+        raise Skip("has no budget")
+    group_lists = x.selection.pages_BSK.shape[1] // x.call.num_kv_heads
+    for b, lists in enumerate(lists_of(x.selection)):
+        for g in range(x.call.num_kv_heads):
+            union = sorted({p for s in lists[g * group_lists : (g + 1) * group_lists] for p in s})
+            length = int(x.call.lengths_B[b])
+            fits = len(union) <= budget // x.policy.page_size or length <= budget
+            expect(fits, f"{x.label}: a KV head of a row of {length} tokens reads pages {union}")
+
+
+def budget_is_used(x: Sample) -> None:
+    if x.budget is None or x.selection.pages_BSK.shape[1] != x.call.num_kv_heads:
+        raise Skip("no fixed count, or a list per query head")
+    for _, current, pages, where in x.rows:
+        least = min(current + 1, x.budget // x.policy.page_size)
+        expect(len(pages) >= least, f"{where}, the budget allows {least}")
+
+
+def a_budget_that_covers_the_row_reads_everything(x: Sample) -> None:
+    if x.policy.adaptive:
+        raise Skip("takes no budget")
+    for length, current, pages, where in x.rows:
+        covered = x.policy.dense or (x.budget is not None and length <= x.budget)
+        expect(not covered or len(pages) == current + 1, f"{where}, not all of 0 to {current}")
+
+
+# Behaviour
+
+
+def is_hashable_and_names_its_fields(subject: Subject) -> None:
+    policy = subject.policy()
+    expect(hash(policy) == hash(subject.policy()), "two equal policies have different hashes")
+    expect("page_size" in policy.config(), f"config() lacks page_size: {policy.config()}")
+
+
+def a_budget_below_the_forced_pages_is_refused(subject: Subject) -> None:
+    policy = subject.policy()
+    if policy.adaptive or policy.dense:
+        raise Skip("needs no budget")
+    texts = subject.texts(1, 12 * policy.page_size)
+    lengths = [12 * policy.page_size]
+    for budget in (policy.min_budget - 1, None):
+        try:
+            first_step(policy, texts, lengths, budget)
+        except ValueError as error:
+            named = str(policy.min_budget) in str(error)
+            expect(named, f"the error does not name the minimum {policy.min_budget}: {error}")
+        else:
+            raise Fault(f"budget {budget} was accepted, the forced pages need {policy.min_budget}")
+
+
+def adaptive_reads_everything_at_its_limit(subject: Subject) -> None:
+    if not subject.policy().adaptive:
+        raise Skip("takes a budget")
+    limit = subject.policy().dense_at
+    expect(bool(limit), "adaptive, but dense_at names no field values at which it reads everything")
+    policy = subject.policy(**limit)
+    lengths = [9 * policy.page_size + 1]
+    pages = first_step(policy, subject.texts(1, lengths[0]), lengths, None)[0]
+    everything = list(range(10))
+    expect(all(p == everything for p in pages), f"at {limit} it reads {pages} of pages 0 to 9")
+
+
+def other_rows_do_not_matter(subject: Subject) -> None:
+    for policy, lengths in few_policies(subject):
+        texts, budget = subject.texts(3, max(lengths) + 3), middle_budget(policy)
+        together = list(decode(policy, texts, lengths, 3, budget))
+        for b in range(3):
+            alone = list(decode(policy, texts[b : b + 1], lengths[b : b + 1], 3, budget))
+            same([[step[b]] for step in together], alone, f"row {b} of 3 rows and alone")
+
+
+def left_pads_do_not_matter(subject: Subject) -> None:
+    for policy, lengths in few_policies(subject):
+        texts, budget = subject.texts(3, max(lengths) + 3), middle_budget(policy)
+        plain = list(decode(policy, texts, lengths, 3, budget))
+        padded = list(decode(policy, texts, lengths, 3, budget, starts=[3, 0, 7]))
+        same(padded, plain, "rows that start at 3, 0, 7 and at 0")
+
+
+def tokens_beyond_the_end_do_not_matter(subject: Subject) -> None:
+    for policy, lengths in few_policies(subject):
+        texts, budget = subject.texts(3, max(lengths)), middle_budget(policy)
+        exact = first_step(policy, texts, lengths, budget, garbage=0.0)
+        for garbage in (torch.nan, torch.inf, 1e4):
+            options = {"extent": max(lengths) + 3 * policy.page_size, "garbage": garbage}
+            longer = first_step(policy, texts, lengths, budget, **options)
+            same(longer, exact, f"a cache with {garbage} beyond the end and without")
+
+
+def same_input_same_pages(subject: Subject) -> None:
+    policy, lengths = few_policies(subject)[0]
+    texts, budget = subject.texts(3, max(lengths) + 2), middle_budget(policy)
+    with torch.random.fork_rng():
+        runs = []
+        for seed in range(4):
+            torch.manual_seed(seed)
+            runs.append(list(decode(policy, texts, lengths, 3, budget)))
+    for run in runs[1:]:
+        same(run, runs[0], "two runs on the same input")
+
+
+def ties_go_to_the_lowest_page(subject: Subject) -> None:
+    policy = subject.policy()
+    if policy.adaptive or policy.dense or policy.evidence == "position":
+        raise Skip("ranks no pages by their keys")
+    budget = middle_budget(policy)
+    assert budget is not None
+    num_pages = policy.sink_pages + policy.local_pages + 9
+    length = num_pages * policy.page_size
+    text = subject.texts(1, length)[0]
+    equal = replace(text, k_GND=torch.ones_like(text.k_GND))
+    local = policy.local_pages if policy.realisable else 1
+    kept = set(range(num_pages - local, num_pages))
+    kept |= set(range(budget // policy.page_size - local))
+    for pages in first_step(policy, [equal], [length], budget)[0]:
+        expect(pages == sorted(kept), f"all keys equal: reads {pages}, not {sorted(kept)}")
+
+
+def incremental_state_equals_rebuilt_state(subject: Subject) -> None:
+    for policy, lengths in few_policies(subject):
+        steps, budget = 2 * policy.page_size + 2, middle_budget(policy)
+        texts = subject.texts(3, max(lengths) + steps)
+        grown = list(decode(policy, texts, lengths, steps, budget))
+        allocated = list(decode(policy, texts, lengths, steps, budget, grows=False))
+        same(allocated, grown, "a cache allocated at full length and one that grows")
+        if policy.evidence in ("prompt", "history"):
+            continue
+        for step, pages in enumerate(grown):
+            rebuilt = first_step(policy, texts, [n + step for n in lengths], budget)
+            same(pages, rebuilt, f"state extended {step} times and state built anew")
+
+
+def replay_equals_single_steps(subject: Subject) -> None:
+    if subject.policy().evidence == "history":
+        raise Skip("learns from past attention: goes step by step")
+    for policy, lengths in few_policies(subject):
+        first, num_steps, budget = lengths[1], 2 * policy.page_size + 3, middle_budget(policy)
+        text = subject.texts(1, first + num_steps)[0]
+        single = [s[0] for s in decode(policy, [text], [first], num_steps, budget)]
+        queries = prompt_queries([text], [first])
+        call = replay_call(text, range(first, first + num_steps))
+        at_once = policy.init(call, queries)
+        same(lists_of(policy.select(call, at_once, budget)), single, "a replay and single steps")
+        extended = policy.init(replay_call(text, [first]), queries)
+        for n in range(first + 1, first + num_steps):
+            policy.extend(extended, replay_call(text, [n]))
+        replayed = lists_of(policy.select(call, extended, budget))
+        same(replayed, single, "a replay on extended state and single steps")
+
+
+def sequences_do_not_share_state(subject: Subject) -> None:
+    _, lengths = few_policies(subject)[0]
+    steps, budget = subject.policy().page_size + 1, middle_budget(subject.policy())
+    texts = subject.texts(2, max(lengths) + steps)
+
+    def run(policy: Policy, b: int) -> Iterator[Lists]:
+        return decode(policy, texts[b : b + 1], lengths[b : b + 1], steps, budget)
+
+    apart = list(zip(*(list(run(subject.policy(), b)) for b in range(2)), strict=True))
+    shared = subject.policy()
+    interleaved = list(zip(*(run(shared, b) for b in range(2)), strict=True))
+    same(interleaved, apart, "two sequences decoded in turns by one policy and apart")
+
+
+def inputs_and_policy_stay_unchanged(subject: Subject) -> None:
+    policy, lengths = few_policies(subject)[0]
+    before = set(vars(policy))
+    texts = subject.texts(3, max(lengths))
+    call, queries = batch_call(texts, lengths), prompt_queries(texts, lengths)
+    given = {f"call.{name}": x for name, x in vars(call).items() if isinstance(x, Tensor)}
+    given["prompt_queries"] = queries
+    copies = {name: x.clone() for name, x in given.items()}
+    state = policy.init(call, queries)
+    unchanged(given, copies, "init or select")
+    policy.extend(state, call)
+    unchanged(given, copies, "extend")
+    kept = {f"state.{name}": x for name, x in state.tensors().items()}
+    copies |= {name: x.clone() for name, x in kept.items()}
+    policy.select(call, state, middle_budget(policy))
+    unchanged(given | kept, copies, "select")
+    added = sorted(set(vars(policy)) - before)
+    expect(not added, f"the policy keeps {', '.join(added)} on itself: state is the caller's")
+
+
+def evidence_is_as_declared(subject: Subject) -> None:
+    policy, lengths = few_policies(subject)[0]
+    if policy.evidence == "history":
+        raise Skip("may look at anything that was attended")
+    budget, longest = middle_budget(policy), max(lengths)
+    texts, others = subject.texts(3, longest), subject.texts(3, longest, seed=50)
+    if policy.evidence == "position":
+        pages = first_step(policy, texts, lengths, budget)
+        same(first_step(policy, others, lengths, budget), pages, "two texts of the same lengths")
+        return
+    call = batch_call(texts, lengths)
+    state = policy.init(call, prompt_queries(texts, lengths))
+    pages = lists_of(policy.select(call, state, budget))
+    if policy.evidence == "prompt":
+        other = replace(call, q_BHD=batch_call(others, lengths).q_BHD)
+        same(lists_of(policy.select(other, state, budget)), pages, "two queries after the prompt")
+        return
+    other_prompt = policy.init(call, prompt_queries(others, lengths))
+    same(lists_of(policy.select(call, other_prompt, budget)), pages, "two sets of prompt queries")
+
+
+def evicted_pages_stay_away(subject: Subject) -> None:
+    if subject.policy().action != "evict":
+        raise Skip("selects: nothing is dropped")
+    for policy, lengths in few_policies(subject):
+        steps, budget, size = 4 * policy.page_size, middle_budget(policy), policy.page_size
+        texts = subject.texts(3, max(lengths) + steps)
+        before: Lists | None = None
+        for step, now in enumerate(decode(policy, texts, lengths, steps, budget)):
+            for b, lists in enumerate(before or []):
+                newest = num_pages_of(lengths[b] + step - 1, size) - 1
+                for old, new in zip(lists, now[b], strict=True):
+                    back = [p for p in new if p <= newest and p not in old]
+                    expect(not back, f"pages {back} came back at step {step}: {old} to {new}")
+            before = now
+
+
+def needs_no_value_on_the_host(subject: Subject) -> None:
+    """On a GPU no wait for the device; elsewhere select and extend must run on shapes alone."""
+    policy, lengths = few_policies(subject)[0]
+    texts, budget = subject.texts(3, max(lengths)), middle_budget(policy)
+    call = batch_call(texts, lengths)
+    state = policy.init(call, prompt_queries(texts, lengths))
+    try:
+        if call.q_BHD.is_cuda:
+            with no_sync():
+                policy.extend(state, call)
+                policy.select(call, state, budget)
+        else:
+            call, state = on_meta(call, state)
+            policy.extend(state, call)
+            policy.select(call, state, budget)
+    except Exception as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise Fault(f"extend or select waits for a value: {type(error).__name__}: {line}") from None
+
+
+class no_sync:
+    """Any wait for the GPU is an error inside."""
+
+    def __enter__(self) -> None:
+        self.before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_sync_debug_mode(self.before)
+
+
+def shapes_ignore_live_lengths(subject: Subject) -> None:
+    policy, lengths = few_policies(subject)[0]
+    texts, budget = subject.texts(3, max(lengths)), middle_budget(policy)
+    shapes = []
+    for live in (lengths, [1, 2, 3], [max(lengths)] * 3):
+        call = batch_call(texts, live, extent=max(lengths))
+        state = policy.init(call, prompt_queries(texts, live))
+        shape = {name: list(x.shape) for name, x in state.tensors().items()}
+        shape["pages"] = list(policy.select(call, state, budget).pages_BSK.shape)
+        shapes.append(shape)
+    expect(shapes[0] == shapes[1] == shapes[2], f"shapes depend on live lengths: {shapes}")
+
+
+def few_policies(subject: Subject) -> list[tuple[Policy, list[int]]]:
+    """Two page sizes, each with three prompt lengths: within the budget, across it, beyond."""
+    cases = []
+    for fields in VARIANTS[:2]:
+        policy = subject.policy(**fields)
+        size, forced = policy.page_size, policy.sink_pages + policy.local_pages
+        cases.append((policy, [2 * size + 1, (forced + 5) * size, (forced + 8) * size - 1]))
+    return cases
+
+
+def same(got: Any, wanted: Any, what: str) -> None:
+    """Fault with the first pair of page lists that differ."""
+    while got != wanted and isinstance(got, list) and isinstance(got[0], list | tuple):
+        got, wanted = next((a, b) for a, b in zip(got, wanted, strict=True) if a != b)
+    expect(got == wanted, f"{what} differ: {got} and {wanted}")
+
+
+def unchanged(tensors: dict[str, Tensor], copies: dict[str, Tensor], who: str) -> None:
+    for name, x in tensors.items():
+        same_bits = torch.equal(x.view(torch.uint8), copies[name].view(torch.uint8))
+        expect(same_bits, f"{who} changed {name}")
+
+
+SELECTION_CHECKS: tuple[Callable[[Sample], None], ...] = (
+    is_a_selection_of_its_pages,
+    lists_are_int32_of_the_right_shape,
+    counts_match_and_empty_slots_are_minus_one,
+    ids_are_live_pages,
+    ids_ascend_without_duplicates,
+    current_page_is_read,
+    sinks_and_local_pages_are_read,
+    budget_is_kept,
+    budget_is_used,
+    a_budget_that_covers_the_row_reads_everything,
+)
+BEHAVIOUR_CHECKS: tuple[Callable[[Subject], None], ...] = (
+    is_hashable_and_names_its_fields,
+    a_budget_below_the_forced_pages_is_refused,
+    adaptive_reads_everything_at_its_limit,
+    other_rows_do_not_matter,
+    left_pads_do_not_matter,
+    tokens_beyond_the_end_do_not_matter,
+    same_input_same_pages,
+    ties_go_to_the_lowest_page,
+    incremental_state_equals_rebuilt_state,
+    replay_equals_single_steps,
+    sequences_do_not_share_state,
+    inputs_and_policy_stay_unchanged,
+    evidence_is_as_declared,
+    evicted_pages_stay_away,
+    needs_no_value_on_the_host,
+    shapes_ignore_live_lengths,
+)

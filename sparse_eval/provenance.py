@@ -1,0 +1,150 @@
+"""Where a number comes from: versions, machine, command, and a hash of the code that made it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sparse_eval.columns import names
+
+PACKAGE = Path(__file__).resolve().parent
+
+OUTPUT_ROOMS = frozenset(
+    names(
+        "__main__ app cache cells check columns compose config dashboard failure fetch files"
+        " headline journal margins palette plan plots progress provenance report results settings"
+        " summarise tracking"
+    )
+)
+"""Modules that present or keep what was measured. Whatever else the package holds, new files
+included, can change a cell."""
+
+
+def code_hash(*classes: type) -> str:
+    """SHA-256 of the code that can change a cell: the package's, and that of classes outside it.
+
+    Raises ValueError for a class whose source cannot be read: its cells cannot be told apart."""
+    digest = hashlib.sha256(package_hash().encode())
+    for cls in classes:
+        if cls.__module__.split(".")[0] != __name__.split(".")[0]:
+            digest.update(source_of(cls).encode())
+    return digest.hexdigest()
+
+
+@cache
+def package_hash() -> str:
+    """Taken once a process: what was imported is what runs."""
+    digest = hashlib.sha256()
+    for path in measuring_files():
+        digest.update(f"{path.relative_to(PACKAGE)}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def measuring_files() -> list[Path]:
+    """Python files of the package that can change a cell; conf/ is part of the config instead."""
+    files = []
+    for folder, folders, files_here in os.walk(PACKAGE, followlinks=True):
+        folders[:] = sorted(set(folders) - {"__pycache__", "conf", "page"})
+        paths = [Path(folder) / name for name in sorted(files_here) if name.endswith(".py")]
+        files += [p for p in paths if p.parent != PACKAGE or p.stem not in OUTPUT_ROOMS]
+    return files
+
+
+def source_of(cls: type) -> str:
+    try:
+        return Path(inspect.getfile(cls)).read_text()
+    except (OSError, TypeError):
+        pass
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError) as error:
+        raise ValueError(f"cannot read the source of {cls.__qualname__}") from error
+
+
+def provenance(*, device: str, backend: str, dtype: str) -> dict[str, Any]:
+    """What summary.json says about how its numbers came about; None = not known here."""
+    # torch loads here, not above: reports are made from rows alone, without it.
+    import torch
+
+    return {
+        "command": command(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "package": version_of("sparse-eval"),
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_changed_files": count_lines(git("status", "--porcelain")),
+        "code_hash": code_hash(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **{name: version_of(name) for name in ("triton", "transformers", "numpy", "tokenizers")},
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": num_cores(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
+        "device": device,
+        "backend": backend,
+        "dtype": dtype,
+    }
+
+
+def command() -> str:
+    """The command line as it was typed, without the paths of interpreter and script."""
+    program, *words = sys.orig_argv[1:] or [""]
+    if program.startswith("-"):
+        return shlex.join(["python", program, *words])
+    return shlex.join([Path(program).name, *words])
+
+
+def version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git(*arguments: str) -> str | None:
+    """Output of git in the package's own checkout; None outside one, or where git fails.
+
+    An installed package may lie inside somebody else's repository: that one is not asked."""
+    root = PACKAGE.parent
+    if not (root / "pyproject.toml").is_file() or not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def count_lines(text: str | None) -> int | None:
+    return None if text is None else len(text.splitlines())
+
+
+def num_cores() -> int | None:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def cpu_name() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or None

@@ -1,0 +1,139 @@
+"""A composed config -> Settings: policies instantiated, budgets in tokens, names resolved."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+from hydra.utils import get_class, instantiate
+
+from sparse_eval import config
+from sparse_eval.compose import Composer
+from sparse_eval.config import NamedPolicy, Settings
+from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
+from sparse_eval.models import model_info
+from sparse_eval.policies.base import Policy
+from sparse_eval.prompts import check_prompts
+from sparse_eval.store import user_cache
+
+SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
+
+
+def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
+    """Compose and validate everything a job will use. Raises ValueError with one line."""
+    cfg = composer.compose(overrides)
+    check_keys(cfg)
+    model = model_info(cfg["model"])
+    context = config.integer(cfg, "context", 2)
+    steps = config.integer(cfg["task"], "steps", 1)
+    config.integer(cfg["task"], "prompt_queries", 2)
+    config.check_context(context, model.max_context, steps, model.name)
+    check_prompts(cfg["prompts"])
+    device = resolve_device(config.text(cfg, "device"))
+    dtype = str(resolve_dtype(config.text(cfg, "dtype"), device)).removeprefix("torch.")
+    policies = policies_of(composer, overrides, cfg)
+    if cfg["protocol"]["name"] != "decode":
+        raise ValueError(
+            "protocol must be decode for task=recall, which has no question apart from its context, "
+            f"got {cfg['protocol']['name']!r}"
+        )
+    return Settings(
+        task=cfg["task"],
+        model=cfg["model"],
+        prompts=cfg["prompts"],
+        protocol=cfg["protocol"],
+        tracking=cfg["tracking"],
+        policies=policies,
+        budgets=config.token_budgets(config.budgets(cfg["budget"]), context, policies),
+        context=context,
+        queries=config.one_of(cfg, "queries", config.QUERIES),
+        dense_layers=config.layer_indices(cfg["dense_layers"], model.num_layers),
+        backend=resolve_backend(config.text(cfg, "backend"), device),
+        device=device,
+        dtype=dtype,
+        seed=config.integer(cfg, "seed", 0),
+        name=config.text(cfg, "name"),
+        cache_dir=Path(config.text(cfg, "cache_dir")),
+        model_cache=Path(cfg["model_cache"] or user_cache()).expanduser(),
+        cache_prefill=config.flag(cfg, "cache_prefill"),
+        verbose=config.integer(cfg, "verbose", 0),
+    )
+
+
+def check_keys(cfg: Mapping[str, Any]) -> None:
+    for key in cfg:
+        if key not in config.KEYS:
+            raise ValueError(config.unknown_key(key, config.KEYS))
+    config.one_of(cfg["task"], "name", config.TASKS)
+    config.flag(cfg, "plan")
+    for key in SHARED_FIELDS:
+        config.integer(cfg, key, 0 if key == "sink_pages" else 1)
+
+
+def policies_of(
+    composer: Composer, overrides: Sequence[str], cfg: Mapping[str, Any]
+) -> tuple[NamedPolicy, ...]:
+    """The main policy first, then those it is compared with; equal labels are measured once."""
+    compare = cfg["compare"]
+    if not isinstance(compare, list) or any(not isinstance(word, str) for word in compare):
+        raise ValueError(f"compare must be a list of policy names, got {compare!r}")
+    main_name = choice(overrides, "policy") or "quest"
+    others = [word for word in overrides if not re.match(r"\+*policy[.=]", word)]
+    plain = composer.compose([*others, f"policy={main_name}"]) if main_name != "external" else cfg
+    main = build_policy(main_name, cfg["policy"])
+    named = [NamedPolicy(label(main_name, cfg["policy"], plain["policy"]), main)]
+    for word in compare:
+        name, *fields = word.split(":")
+        composer.check_option("policy", name)
+        chosen = composer.compose([*others, f"policy={name}", *(f"policy.{f}" for f in fields)])
+        policy = build_policy(name, chosen["policy"])
+        named.append(NamedPolicy(word, policy))
+    return tuple({n.label: n for n in named}.values())
+
+
+def choice(overrides: Sequence[str], group: str) -> str | None:
+    values = [word.partition("=")[2] for word in overrides if word.startswith(f"{group}=")]
+    return values[-1] if values else None
+
+
+def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    """The policy's name and the fields that differ from its yaml: "quest:group=sum"."""
+    fields = [
+        f"{key}={value}"
+        for key, value in given.items()
+        if key not in SHARED_FIELDS and plain.get(key) != value
+    ]
+    if name == "external":
+        fields = [given["target"].rsplit(".", 1)[-1], *(f"{k}={v}" for k, v in (given["config"] or {}).items())]
+        return ":".join(fields)
+    return ":".join([name, *fields])
+
+
+def build_policy(name: str, cfg: Mapping[str, Any]) -> Policy:
+    """Instantiate a policy from its group's config; ValueError with one line."""
+    cfg = dict(cfg)
+    if "target" in cfg and "_target_" not in cfg:
+        cfg = {"_target_": cfg.pop("target"), **(cfg.pop("config") or {}), **cfg}
+    try:
+        kind = get_class(cfg["_target_"])
+        accepted = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+        unknown = [k for k in cfg if k != "_target_" and k not in accepted]
+        if unknown:
+            raise ValueError(f"policy {name}: {config.unknown_key(unknown[0], sorted(accepted))}")
+        policy = instantiate(cfg)
+    except HydraException as error:
+        cause = error.__cause__
+        if isinstance(cause, ValueError | TypeError):
+            raise ValueError(f"policy {name}: {cause}") from None
+        raise ValueError(
+            f"policy {name}: cannot build {cfg['_target_']} ({str(error).splitlines()[0]})"
+        ) from None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"policy {name}: cannot import {cfg['_target_']} ({error})") from None
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy {name}: {cfg['_target_']} is not a sparse_eval Policy")
+    return policy

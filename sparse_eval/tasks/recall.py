@@ -1,0 +1,210 @@
+"""task=recall: prompt -> prefill -> T observed decode steps -> a cell per policy and budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sparse_eval.capture import CapturedKV, load_capture
+from sparse_eval.config import NamedPolicy, Settings
+from sparse_eval.core import Row
+from sparse_eval.device import DTYPES
+from sparse_eval.evaluator import Evaluator, common_columns
+from sparse_eval.models import LoadedModel, load_model, local_tokenizer, model_info
+from sparse_eval.progress import Progress
+from sparse_eval.prompts import Prompt, make_prompts
+from sparse_eval.provenance import code_hash, version_of
+from sparse_eval.results import SCHEMA, CellStore, cell_key
+
+
+NUMERIC_PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers")
+
+
+@dataclass
+class Recall:
+    """One run's recall measurement. The model is loaded only if something must be captured."""
+
+    settings: Settings
+    progress: Progress
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        s = self.settings
+        with self.progress.stage(f"loading {model_info(s.model).title}"):
+            return load_model(
+                s.model, device=s.device, dtype=DTYPES[s.dtype], model_cache=s.model_cache
+            )
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        s = self.settings
+        local = None if s.prompts["source"] == "transcripts" else self.local_tokenizer()
+        tokenizer = self.loaded.tokenizer if local is None else local
+        with self.progress.stage(f"cutting prompts of {s.context} tokens from {s.prompts['source']}"):
+            return self._cut(tokenizer)
+
+    def local_tokenizer(self) -> Any | None:
+        s = self.settings
+        return local_tokenizer(s.model, model_cache=s.model_cache)
+
+    def local_prompts(self) -> list[Prompt] | None:
+        """The prompts, if they can be cut without fetching or running a model."""
+        needs_model = self.settings.prompts["source"] in ("transcripts", "dataset")
+        tokenizer = None if needs_model else self.local_tokenizer()
+        return None if tokenizer is None else self._cut(tokenizer)
+
+    def _cut(self, tokenizer: Any) -> list[Prompt]:
+        s = self.settings
+        return make_prompts(
+            s.prompts,
+            tokenizer,
+            context=s.context,
+            extra=s.task["steps"],
+            seed=s.seed,
+            loaded=self.loaded if s.prompts["source"] == "transcripts" else None,
+            model_cache=s.model_cache,
+            cache_dir=s.cache_dir,
+        )
+
+    def capture_parts(self, prompt: Prompt) -> dict[str, Any]:
+        """Everything a capture's content depends on."""
+        s, info = self.settings, model_info(self.settings.model)
+        return {
+            "model": info.name,
+            "revision": info.revision,
+            "weights": info.weights,
+            "identity": s.model.get("sha256") or s.model.get("path"),
+            "dtype": s.dtype,
+            "device": s.device.split(":")[0],
+            "prompt": prompt.hash,
+            "queries": s.queries,
+            "task": {key: s.task[key] for key in ("steps", "prompt_queries")},
+            "versions": {name: version_of(name) for name in NUMERIC_PACKAGES},
+            "code": code_hash(),
+        }
+
+    def capture_path(self, prompt: Prompt) -> Path:
+        key = cell_key(self.capture_parts(prompt))
+        return self.settings.cache_dir / "captures" / f"{key}.safetensors"
+
+    def capture(self, prompt: Prompt) -> CapturedKV:
+        """The prompt's capture, from disk if it was made before."""
+        s = self.settings
+        key, path = cell_key(self.capture_parts(prompt)), self.capture_path(prompt)
+        if path.is_file():
+            try:
+                return load_capture(path, s.device)
+            except ValueError as error:
+                self.progress.warn(f"{error}; capturing again")
+        captured = self._record(prompt, key)
+        self._keep(captured, path)
+        return captured
+
+    def _keep(self, captured: CapturedKV, path: Path) -> None:
+        try:
+            captured.save(path)
+        except OSError as error:
+            self.progress.warn(f"capture not kept on disk ({error}); the run goes on")
+
+    def _record(self, prompt: Prompt, key: str) -> CapturedKV:
+        from sparse_eval.prefill import prefill
+        from sparse_eval.record import record
+
+        s, info, model = self.settings, self.loaded.info, self.loaded.model
+        with self.progress.bar(f"prefill, prompt {prompt.sample}", len(prompt.ids) - 1) as tick:
+            filled = prefill(
+                model,
+                prompt.ids,
+                num_prompt_queries=s.task["prompt_queries"],
+                on_tokens=tick,
+            )
+        meta = {
+            "capture_hash": key,
+            "model": info.name,
+            "title": info.title,
+            "revision": info.revision,
+            "weights": info.weights,
+            "prompt_hash": prompt.hash,
+            "prompt_source": prompt.source,
+            "sample": prompt.sample,
+        }
+        with self.progress.bar(f"decode, prompt {prompt.sample}", s.task["steps"]) as tick:
+            return record(
+                model,
+                filled,
+                meta=meta,
+                num_steps=s.task["steps"],
+                continuation=prompt.continuation if s.queries == "text" else None,
+                on_step=lambda: tick(1),
+            )
+
+    def key(self, prompt: Prompt, named: NamedPolicy, budget: int | None) -> str:
+        s = self.settings
+        return cell_key(
+            {
+                "capture": cell_key(self.capture_parts(prompt)),
+                "policy": f"{type(named.policy).__module__}.{type(named.policy).__qualname__}",
+                "config": named.policy.config(),
+                "policy_code": code_hash(type(named.policy)),
+                "budget": budget,
+                "dense_layers": list(s.dense_layers),
+                "backend": s.backend,
+                "device": s.device,
+            }
+        )
+
+    def run(self, store: CellStore) -> Iterator[list[Row]]:
+        """Rows of one cell at a time; cells measured before come from the store."""
+        s = self.settings
+        cells = s.cells()
+        total = len(cells) * s.prompts["n"]
+        with self.progress.bar("measuring", total, unit="cells") as tick:
+            for prompt in self.prompts:
+                keys = [self.key(prompt, *cell) for cell in cells]
+                known = [store.get(key) for key in keys]
+                evaluator = None
+                for (named, budget), key, rows in zip(cells, keys, known, strict=True):
+                    if rows is None:
+                        evaluator = evaluator or self._evaluator(prompt)
+                        rows = self._measure(evaluator, prompt, named, budget, key)
+                        store.put(key, rows)
+                    # the label and the sample are this run's, whoever measured the cell
+                    yield [row | {"policy": named.label, "sample": prompt.sample} for row in rows]
+                    tick(1)
+
+    def _evaluator(self, prompt: Prompt) -> Evaluator:
+        s = self.settings
+        evaluator = Evaluator(self.capture(prompt), s.backend, s.dense_layers)
+        repeated = evaluator.capture.meta["repeated_4grams"]
+        if repeated > 0.3:
+            self.progress.warn(
+                f"prompt {prompt.sample}: {repeated:.0%} of the continuation's 4-grams repeat, so "
+                "its queries are a loop's; queries=text feeds the text's own tokens"
+            )
+        error = evaluator.replay_error()
+        self.progress.note(
+            f"prompt {prompt.sample}: dense attention replayed through the shared kernel differs "
+            f"from the model's own outputs by {error:.1e} (relative, worst layer)"
+        )
+        self.replay_errors[prompt.sample] = error
+        return evaluator
+
+    @cached_property
+    def replay_errors(self) -> dict[int, float]:
+        return {}
+
+    def _measure(
+        self, evaluator: Evaluator, prompt: Prompt, named: NamedPolicy, budget: int | None, key: str
+    ) -> list[Row]:
+        s = self.settings
+        common = common_columns(evaluator, named.policy, budget) | {
+            "schema": SCHEMA,
+            "policy": named.label,
+            "sample": prompt.sample,
+            "seed": s.seed,
+            "cell_key": key,
+        }
+        return [common | row for row in evaluator.cell(named.policy, budget)]
