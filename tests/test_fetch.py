@@ -47,11 +47,14 @@ def index(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pip_calls(monkeypatch):
-    calls = []
+    calls: list[list[str]] = []
     run = fetch.subprocess.run
-    monkeypatch.setattr(
-        fetch.subprocess, "run", lambda command, **kw: calls.append(command) or run(command, **kw)
-    )
+
+    def record(command, **options):
+        calls.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(fetch.subprocess, "run", record)
     return calls
 
 
