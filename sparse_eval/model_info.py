@@ -100,7 +100,7 @@ def facts_of_gguf(header: GgufHeader, path: Path) -> dict[str, Any]:
     """The same facts from a GGUF header."""
     from gguf.constants import LlamaFileType
 
-    file_type = header.metadata.get("general.file_type")
+    file_type: Any = header.metadata.get("general.file_type")
     known = file_type in LlamaFileType._value2member_map_
     quantisation = LlamaFileType(file_type).name.partition("_")[2] if known else "quantised"
     num_heads = header.of_architecture("attention.head_count")
