@@ -10,7 +10,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from sparse_eval.check import build, check_policy, main, name_of
-from sparse_eval.policy_contract import BEHAVIOUR_CHECKS, SELECTION_CHECKS
+from sparse_eval.contract.behaviour import BEHAVIOUR_CHECKS
+from sparse_eval.contract.selections import SELECTION_CHECKS
 from tests import broken_policies
 from tests.broken_policies import HeavyHitters, NearTheBest, broken
 
