@@ -15,8 +15,10 @@ from sparse_eval import config
 from sparse_eval.compose import Composer
 from sparse_eval.config import NamedPolicy, Settings
 from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
-from sparse_eval.models import default_model_cache, model_info
+from sparse_eval.models import model_info
 from sparse_eval.policies.base import Policy
+from sparse_eval.prompts import check_prompts
+from sparse_eval.store import user_cache
 
 SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
 
@@ -30,7 +32,7 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     steps = config.integer(cfg["task"], "steps", 1)
     config.integer(cfg["task"], "prompt_queries", 2)
     config.check_context(context, model.max_context, steps, model.name)
-    config.integer(cfg["prompts"], "n", 1)
+    check_prompts(cfg["prompts"])
     device = resolve_device(config.text(cfg, "device"))
     dtype = str(resolve_dtype(config.text(cfg, "dtype"), device)).removeprefix("torch.")
     policies = policies_of(composer, overrides, cfg)
@@ -56,7 +58,7 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
         seed=config.integer(cfg, "seed", 0),
         name=config.text(cfg, "name"),
         cache_dir=Path(config.text(cfg, "cache_dir")),
-        model_cache=Path(cfg["model_cache"] or default_model_cache()).expanduser(),
+        model_cache=Path(cfg["model_cache"] or user_cache()).expanduser(),
         cache_prefill=config.flag(cfg, "cache_prefill"),
         verbose=config.integer(cfg, "verbose", 0),
     )

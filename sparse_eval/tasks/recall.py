@@ -43,7 +43,7 @@ class Recall:
         s = self.settings
         local = None if s.prompts["source"] == "transcripts" else self.local_tokenizer()
         tokenizer = self.loaded.tokenizer if local is None else local
-        with self.progress.stage(f"cutting prompts of {s.context} tokens from {s.prompts['name']}"):
+        with self.progress.stage(f"cutting prompts of {s.context} tokens from {s.prompts['source']}"):
             return self._cut(tokenizer)
 
     def local_tokenizer(self) -> Any | None:
@@ -65,6 +65,8 @@ class Recall:
             extra=s.task["steps"],
             seed=s.seed,
             loaded=self.loaded if s.prompts["source"] == "transcripts" else None,
+            model_cache=s.model_cache,
+            cache_dir=s.cache_dir,
         )
 
     def capture_parts(self, prompt: Prompt) -> dict[str, Any]:
