@@ -143,7 +143,7 @@ def test_a_budget_below_the_forced_pages_names_the_minimum(policy):
         (lambda: Random(seed=-1), "seed must be an integer >= 0, got -1"),
         (lambda: Quest(group="avg"), "group must be one of max, sum, softmax_sum, per_head"),
         (lambda: Quest(metadata_dtype="fp8"), "metadata_dtype must be one of auto, float32"),
-        (lambda: Oracle(per_head=1), "per_head must be true or false, got 1"),
+        (lambda: Oracle(per_head="no"), "per_head must be true or false, got 'no'"),  # type: ignore[arg-type]
         (lambda: SnapKV(kernel_size=4), "kernel_size must be odd, got 4"),
         (lambda: SnapKV(pooling="min"), "pooling must be one of avg, max, got 'min'"),
         (lambda: SnapKV(window=0), "window must be an integer >= 1, got 0"),
@@ -452,10 +452,10 @@ def test_snapkv_keeps_what_the_prompt_looked_at_and_drops_what_came_later():
     """The prompt wants pages 3, 4 and the local page 8; the answer wants page 10, written later."""
     text = random_text(80, num_kv_heads=1)
     q, k = torch.zeros_like(text.q_NHD), torch.zeros_like(text.k_GND)
-    q[..., 0], k[0, 12:20, 0], k[0, 32:36, 0] = 8.0, 8.0, 8.0
+    q[..., 0], k[0, 12:20, 0], k[0, 32:36, 0] = 8.0, 8.0, 9.0
     k[0, 40:44, 0] = 50.0
     text = replace(text, q_NHD=q, k_GND=k)
-    policy = SnapKV(page_size=4, window=8)
+    policy = SnapKV(page_size=4, window=8, kernel_size=1)
     state = policy.init(batch_call([text], [40], max_tokens=80), prompt_queries([text], [40]))
     read = []
     for length in range(40, 60):
