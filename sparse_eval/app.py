@@ -104,7 +104,7 @@ def summarise(
         "command": "python -m sparse_eval " + " ".join(overrides),
         "headline": json.loads(headline.to_json(orient="records")),
         "config": config_record(settings),
-        "replay_error": replay_errors,
+        "replay_error": {str(sample): error for sample, error in replay_errors.items()},
         "provenance": provenance(
             device=settings.device, backend=settings.backend, dtype=settings.dtype
         ),
