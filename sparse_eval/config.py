@@ -1,4 +1,4 @@
-"""Top-level keys: their types and ranges, and what they mean together. Pure: a dict in, Settings out."""
+"""Top-level keys: their types and ranges, and what they mean together. No Hydra, no model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sparse_eval.policies.base import Policy
 
 TASKS = ("recall",)
 QUERIES = ("greedy", "text")
-KEYS = (
-    "model policy prompts task protocol tracking compare budget page_size sink_pages local_pages "
-    "context queries dense_layers backend device dtype seed name cache_dir model_cache "
-    "cache_prefill plan verbose"
-).split()
+KEYS = tuple(
+    "model policy prompts task protocol tracking compare budget page_size sink_pages local_pages"
+    " context queries dense_layers backend device dtype seed name cache_dir model_cache"
+    " cache_prefill plan verbose".split()
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,9 @@ def check_context(context: int, max_context: int | None, steps: int, model: str)
         )
 
 
-def token_budgets(wanted: Sequence[Budget], context: int, policies: Sequence[NamedPolicy]) -> tuple[int, ...]:
+def token_budgets(
+    wanted: Sequence[Budget], context: int, policies: Sequence[NamedPolicy]
+) -> tuple[int, ...]:
     """Budgets in tokens, each large enough for every policy's forced pages."""
     tokens = tuple(dict.fromkeys(resolve_budget(b, context) for b in wanted))
     for named in policies:
