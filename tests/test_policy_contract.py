@@ -16,7 +16,7 @@ from tests import broken_policies
 from tests.broken_policies import HeavyHitters, NearTheBest, broken
 
 CONF = Path(__file__).parent.parent / "conf" / "policy"
-SHARED = {"page_size": 16, "sink_pages": 1, "local_pages": 2, "seed": 0}
+SHARED: dict[str, Any] = {"page_size": 16, "sink_pages": 1, "local_pages": 2, "seed": 0}
 YAMLS = sorted(p.stem for p in CONF.glob("*.yaml") if p.stem != "external")
 VARIANTS = [
     ("quest", {"group": "sum"}),
