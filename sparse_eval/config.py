@@ -125,7 +125,7 @@ def token_budgets(
     tokens = tuple(dict.fromkeys(resolve_budget(b, context) for b in wanted))
     for named in policies:
         for budget in tokens:
-            if not named.policy.adaptive and budget < min(named.policy.min_budget, context):
+            if not named.policy.adaptive and budget < named.policy.min_budget:
                 p = named.policy
                 raise ValueError(
                     f"budget must be >= {p.min_budget} tokens for {named.label} ({p.sink_pages} "
