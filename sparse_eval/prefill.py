@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from sparse_eval.attention import Observer, observe
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 4096
 
 
 @dataclass(frozen=True)
