@@ -61,10 +61,11 @@ class Settings:
         ]
 
 
-def integer(cfg: Mapping[str, Any], key: str, least: int) -> int:
+def integer(cfg: Mapping[str, Any], key: str, least: int, group: str = "") -> int:
+    """cfg[key], an integer >= least. group: the prefix that the line names it with, "task."."""
     value = cfg[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{key} must be an integer >= {least}, got {value!r}")
+        raise ValueError(f"{group}{key} must be an integer >= {least}, got {value!r}")
     return value
 
 

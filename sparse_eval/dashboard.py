@@ -143,8 +143,9 @@ def run_facts(run: Mapping[str, Any]) -> str:
     """One run: how it was started, on what, with which versions; its whole config on demand."""
     origin = dict(run.get("provenance") or {})
     command = run.get("command") or origin.get("command")
-    extra = {k: v for k, v in run.items() if isinstance(v, int | float | str)}
-    shown = {k: v for k, v in {**origin, **extra}.items() if k not in ("command", "folder")}
+    apart = ("command", "folder", "config", "provenance", "headline")
+    extra = {k: v for k, v in run.items() if isinstance(v, int | float | str | Mapping)}
+    shown = {k: v for k, v in {**origin, **extra}.items() if k not in apart}
     facts = "".join(
         f"<div><dt>{html.escape(key.replace('_', ' '))}</dt><dd>{fact(value)}</dd></div>"
         for key, value in shown.items()
@@ -160,6 +161,8 @@ def run_facts(run: Mapping[str, Any]) -> str:
 
 
 def fact(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{html.escape(str(k))}: {fact(v)}" for k, v in value.items())
     if isinstance(value, bool) or not isinstance(value, int | float):
         return html.escape(str(value))
     return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"

@@ -29,7 +29,7 @@ HEADROOM_TOKENS = 256
 
 @dataclass
 class LayerTrace:
-    """What one layer read, summed over rows, KV heads and steps (tensors: no sync while running)."""
+    """What one layer read, summed over rows, KV heads and steps (tensors: no sync meanwhile)."""
 
     tokens_read: Tensor
     tokens_live: Tensor
@@ -152,7 +152,9 @@ class Live:
             return getattr(config, name, None) if value is None else value
 
         if (asked("num_beams") or 1) > 1:
-            raise ValueError(f"a patched model decodes without beams, got num_beams={asked('num_beams')}")
+            raise ValueError(
+                f"a patched model decodes without beams, got num_beams={asked('num_beams')}"
+            )
         if kwargs.get("assistant_model") is not None or asked("prompt_lookup_num_tokens"):
             raise ValueError("a patched model does not support assisted decoding")
         ids = kwargs.get("inputs", kwargs.get("input_ids", args[0] if args else None))
@@ -185,8 +187,8 @@ class Live:
         if self.expected is not None and cached != self.expected:
             if cached != 0:
                 raise ValueError(
-                    f"the cache holds {cached} tokens where {self.expected} were expected: cropped or "
-                    "exchanged caches are not supported inside one patched context"
+                    f"the cache holds {cached} tokens where {self.expected} were expected: cropped "
+                    "or exchanged caches are not supported inside one patched context"
                 )
             prompt_length, max_tokens = self.prompt_length, self.max_tokens
             self.forget()
@@ -231,7 +233,14 @@ class Live:
             self.tails[layer] = seen[:, 1 - NUM_PROMPT_QUERIES :].clone()
 
     def _step(
-        self, layer: int, q_BHD: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, back: int
+        self,
+        layer: int,
+        q_BHD: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scale: float,
+        back: int,
     ) -> Tensor:
         """One decode query of every row: state, selection, attention. back: 1 = the newest."""
         if self.rows is None:

@@ -38,11 +38,14 @@ class ModelInfo:
     num_parameters: int | None
 
     @property
+    def label(self) -> str:
+        """Base and variant: "SmolLM2-135M (Instruct)"."""
+        return f"{self.base} ({self.variant})" if self.variant else self.base
+
+    @property
     def title(self) -> str:
         """Base, variant and quantisation: "SmolLM2-135M (Instruct) · Q4_1 GGUF"."""
-        variant = f" ({self.variant})" if self.variant else ""
-        weights = f" · {self.weights}" if self.weights else ""
-        return f"{self.base}{variant}{weights}"
+        return f"{self.label} · {self.weights}" if self.weights else self.label
 
 
 def info_from(cfg: Mapping[str, Any], found: Mapping[str, Any]) -> ModelInfo:

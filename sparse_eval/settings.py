@@ -19,6 +19,7 @@ from sparse_eval.models import model_info
 from sparse_eval.policies.base import Policy
 from sparse_eval.prompts import check_prompts
 from sparse_eval.store import user_cache
+from sparse_eval.tracking import check_tracking
 
 SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
 
@@ -29,16 +30,17 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     check_keys(cfg)
     model = model_info(cfg["model"])
     context = config.integer(cfg, "context", 2)
-    steps = config.integer(cfg["task"], "steps", 1)
-    config.integer(cfg["task"], "prompt_queries", 2)
+    steps = config.integer(cfg["task"], "steps", 1, "task.")
+    config.integer(cfg["task"], "prompt_queries", 2, "task.")
     config.check_context(context, model.max_context, steps, model.name)
     check_prompts(cfg["prompts"])
+    check_tracking(cfg["tracking"])
     device = resolve_device(config.text(cfg, "device"))
     dtype = str(resolve_dtype(config.text(cfg, "dtype"), device)).removeprefix("torch.")
     policies = policies_of(composer, overrides, cfg)
     if cfg["protocol"]["name"] != "decode":
         raise ValueError(
-            "protocol must be decode for task=recall, which has no question apart from its context, "
+            "protocol must be decode for task=recall, which has no question of its own, "
             f"got {cfg['protocol']['name']!r}"
         )
     return Settings(
@@ -108,7 +110,10 @@ def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
         if key not in SHARED_FIELDS and plain.get(key) != value
     ]
     if name == "external":
-        fields = [given["target"].rsplit(".", 1)[-1], *(f"{k}={v}" for k, v in (given["config"] or {}).items())]
+        fields = [
+            given["target"].rsplit(".", 1)[-1],
+            *(f"{k}={v}" for k, v in (given["config"] or {}).items()),
+        ]
         return ":".join(fields)
     return ":".join([name, *fields])
 
@@ -120,7 +125,9 @@ def build_policy(name: str, cfg: Mapping[str, Any]) -> Policy:
         cfg = {"_target_": cfg.pop("target"), **(cfg.pop("config") or {}), **cfg}
     try:
         kind = get_class(cfg["_target_"])
-        accepted = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+        accepted = (
+            {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+        )
         unknown = [k for k in cfg if k != "_target_" and k not in accepted]
         if unknown:
             raise ValueError(f"policy {name}: {config.unknown_key(unknown[0], sorted(accepted))}")

@@ -98,7 +98,7 @@ class Browser:
         self.js(f"{element}.scrollIntoView({{block: 'center'}})")
         time.sleep(0.2)  # the page's own scroll events come first
         box = self.js(
-            f"(b => [b.left + b.width / 2, b.top + b.height / 2])({element}.getBoundingClientRect())"
+            f"(b => [b.x + b.width / 2, b.y + b.height / 2])({element}.getBoundingClientRect())"
         )
         for offset in (3, 0):
             x, y = box[0] + offset, box[1]

@@ -276,6 +276,10 @@ def test_load_reads_folders_files_globs_and_sweeps(tmp_path):
     assert len(load([tmp_path / "sweep" / "0", tmp_path / "sweep/1/rows.jsonl"])) == wanted
 
 
+def test_brackets_in_a_folders_name_are_no_pattern(tmp_path):
+    assert len(load(written_run(tmp_path / "0_budget=[256,512]"))) == 6
+
+
 def test_rows_of_different_schemas_are_not_pooled(tmp_path):
     written_run(tmp_path / "new")
     written_run(tmp_path / "old", few_rows(schema=0))
