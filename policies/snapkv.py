@@ -9,6 +9,7 @@ average at the text's first tokens counts no zeros before them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
@@ -30,7 +31,10 @@ from sparse_eval.policies.base import (
 )
 from sparse_eval.policies.topk import top_pages
 
-POOLING = {"avg": partial(avg_pool1d, count_include_pad=False), "max": max_pool1d}
+POOLING: dict[str, Callable[..., Tensor]] = {
+    "avg": partial(avg_pool1d, count_include_pad=False),
+    "max": max_pool1d,
+}
 
 
 @dataclass

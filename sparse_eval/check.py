@@ -12,17 +12,12 @@ from typing import Any, Literal
 
 import yaml
 
-from sparse_eval.check_cases import MakePolicy
+from sparse_eval.contract.behaviour import BEHAVIOUR_CHECKS
+from sparse_eval.contract.cases import MakePolicy
+from sparse_eval.contract.selections import SELECTION_CHECKS, make_samples
+from sparse_eval.contract.subject import Fault, Skip, Subject
 from sparse_eval.device import resolve_device
 from sparse_eval.policies.base import Policy
-from sparse_eval.policy_contract import (
-    BEHAVIOUR_CHECKS,
-    SELECTION_CHECKS,
-    Fault,
-    Skip,
-    Subject,
-    make_samples,
-)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -38,7 +39,8 @@ class Composer:
         for folder in self.config_dirs:
             if not Path(folder).is_dir():
                 raise ValueError(f"--config-dir must be a folder, got {folder!r}")
-            path.append("command-line", f"file://{Path(folder).resolve()}")
+            where = f"file://{Path(folder).resolve()}"
+            path.prepend("command-line", where, SearchPathQuery(None, "schema"))
         return ConfigLoaderImpl(config_search_path=path)
 
     def options(self, group: str) -> list[str]:
@@ -131,7 +133,7 @@ def one_line(error: Exception, overrides: Sequence[str]) -> str:
     missing = re.search(r"Key '([^']+)' is not in struct.*?full_key: ([\w.]+)", text)
     if missing:
         return f"unknown key {missing[2]!r}: its group has no field {missing[1]!r}"
-    absent = re.search(r"Missing mandatory value: ([\w.]+)", text)
+    absent = re.search(r"Missing mandatory value: (\w+).*?full_key: ([\w.]+)", text)
     if absent:
-        return f"{absent[1]} must be given"
+        return f"{absent[2]} must be given"
     return re.sub(r"To append to your config use \S+;? ?", "", text)

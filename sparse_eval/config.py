@@ -14,9 +14,9 @@ from sparse_eval.policies.base import Policy
 TASKS = ("recall",)
 QUERIES = ("greedy", "text")
 KEYS = tuple(
-    "model policy prompts task protocol tracking compare budget page_size sink_pages local_pages"
-    " context queries dense_layers backend device dtype seed name cache_dir model_cache"
-    " cache_prefill plan verbose".split()
+    """model policy prompts task protocol tracking compare budget page_size sink_pages local_pages
+    context queries dense_layers backend device dtype seed name cache_dir model_cache
+    cache_prefill plan verbose""".split()
 )
 
 
@@ -125,7 +125,7 @@ def token_budgets(
     tokens = tuple(dict.fromkeys(resolve_budget(b, context) for b in wanted))
     for named in policies:
         for budget in tokens:
-            if not named.policy.adaptive and budget < min(named.policy.min_budget, context):
+            if not named.policy.adaptive and budget < named.policy.min_budget:
                 p = named.policy
                 raise ValueError(
                     f"budget must be >= {p.min_budget} tokens for {named.label} ({p.sink_pages} "

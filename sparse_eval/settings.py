@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
-from hydra.utils import get_class, instantiate
-
 from sparse_eval import config
+from sparse_eval.check import policy_class
 from sparse_eval.compose import Composer
 from sparse_eval.config import NamedPolicy, Settings
 from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
@@ -119,28 +117,19 @@ def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
 
 
 def build_policy(name: str, cfg: Mapping[str, Any]) -> Policy:
-    """Instantiate a policy from its group's config; ValueError with one line."""
-    cfg = dict(cfg)
-    if "target" in cfg and "_target_" not in cfg:
-        cfg = {"_target_": cfg.pop("target"), **(cfg.pop("config") or {}), **cfg}
+    """A policy from its group's config; ValueError with one line."""
+    fields = dict(cfg)
+    if name == "external":
+        target = fields.pop("target")
+        fields |= fields.pop("config") or {}
+    else:
+        target = fields.pop("_target_")
+    kind = policy_class(target)
+    accepted = sorted(field.name for field in dataclasses.fields(kind))
+    unknown = [key for key in fields if key not in accepted]
+    if unknown:
+        raise ValueError(f"policy {name}: {config.unknown_key(unknown[0], accepted)}")
     try:
-        kind = get_class(cfg["_target_"])
-        accepted = (
-            {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
-        )
-        unknown = [k for k in cfg if k != "_target_" and k not in accepted]
-        if unknown:
-            raise ValueError(f"policy {name}: {config.unknown_key(unknown[0], sorted(accepted))}")
-        policy = instantiate(cfg)
-    except HydraException as error:
-        cause = error.__cause__
-        if isinstance(cause, ValueError | TypeError):
-            raise ValueError(f"policy {name}: {cause}") from None
-        raise ValueError(
-            f"policy {name}: cannot build {cfg['_target_']} ({str(error).splitlines()[0]})"
-        ) from None
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"policy {name}: cannot import {cfg['_target_']} ({error})") from None
-    if not isinstance(policy, Policy):
-        raise ValueError(f"policy {name}: {cfg['_target_']} is not a sparse_eval Policy")
-    return policy
+        return kind(**fields)
+    except TypeError as error:
+        raise ValueError(f"policy {name}: {error}") from None

@@ -104,7 +104,7 @@ def test_every_option_of_every_group_composes():
     for group in ("policy", "prompts", "task", "tracking", "protocol"):
         for option in composer.options(group):
             if option != "external":
-                extra = {"file": ["prompts.path=x"], "dataset": ["prompts.id=x"]}.get(option, [])
+                extra = {"file": ["prompts.path=x"], "dataset": ["prompts.path=x"]}.get(option, [])
                 cfg = composer.compose([*TINY, f"{group}={option}", *extra])
                 assert cfg[group]
     for path in (CONF / "model").glob("*.yaml"):
@@ -144,11 +144,11 @@ def test_a_policy_from_a_folder_of_ones_own(tmp_path):
 
 def test_an_external_policy_by_its_import_path():
     words = ["policy=external", "policy.target=sparse_eval.policies.quest.Quest"]
-    named = resolve(Composer(), [*TINY, *words, "policy.fields={group: sum}"]).policies[0]
+    named = resolve(Composer(), [*TINY, *words, "policy.config={group: sum}"]).policies[0]
     assert named.label == "Quest:group=sum" and named.policy.config()["group"] == "sum"
     with pytest.raises(ValueError, match="policy.target must be given"):
         resolve(Composer(), [*TINY, "policy=external"])
-    with pytest.raises(ValueError, match="cannot be imported"):
+    with pytest.raises(ValueError, match="cannot import nowhere.Policy"):
         resolve(Composer(), [*TINY, "policy=external", "policy.target=nowhere.Policy"])
 
 

@@ -6,9 +6,9 @@ and the batch they are computed in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,10 @@ from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.policies.base import Attended, Policy, Selection, State
 
 NUM_PROMPT_QUERIES = 64
+MakePolicy = Callable[..., Policy]
+"""Builds a policy from field values."""
 Lists = list[list[list[int]]]
 """Page ids by row and list."""
-
-
-class MakePolicy(Protocol):
-    def __call__(self, **fields: Any) -> Policy: ...
 
 
 @dataclass(frozen=True)
