@@ -16,7 +16,7 @@ from sparse_eval.prefill import Prefilled
 
 
 def save_prefill(prefilled: Prefilled, path: Path) -> None:
-    """Write atomically. `seen` holds the tokens each layer has seen: a sliding layer keeps fewer."""
+    """Write atomically. `seen`: the tokens each layer has seen; a sliding layer keeps fewer."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {"ids": prefilled.ids.cpu()}
     for i, layer in enumerate(prefilled.cache.layers):
@@ -45,8 +45,9 @@ def load_prefill(path: Path, model: Any, ids: Tensor) -> Prefilled:
     queries: dict[int, Tensor] = {}
     for i in range(model.config.get_text_config().num_hidden_layers):
         cache.update(tensors[f"{i}.keys"], tensors[f"{i}.values"], i)
-        if hasattr(cache.layers[i], "cumulative_length"):
-            cache.layers[i].cumulative_length = int(tensors[f"{i}.seen"])
+        layer: Any = cache.layers[i]
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = int(tensors[f"{i}.seen"])
         if f"{i}.prompt_queries" in tensors:
             queries[i] = tensors[f"{i}.prompt_queries"]
     return Prefilled(ids, cache, queries)

@@ -75,13 +75,14 @@ def test_the_second_run_measures_nothing_and_loads_no_model(finished):
     before = set((root / "outputs/cache/cells").iterdir())
     done = run(root, *TINY, "budget=[64,96]", "name=again")
     assert set((root / "outputs/cache/cells").iterdir()) == before
-    assert "prefill" not in done.stdout and "loading" not in done.stdout
+    assert "prefill, prompt" not in done.stdout and "loading" not in done.stdout
 
 
 def test_a_failing_run_exits_with_1_and_keeps_its_traceback(tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("too short")
-    done = run(tmp_path, *TINY, "prompts=file", f"prompts.path={text}", code=1)
+    words = [*TINY, "budget=64", "prompts=file", f"prompts.path={text}"]
+    done = run(tmp_path, *words, code=1)
     assert "tokens" in done.stderr and "Traceback" not in done.stderr
     log = next(tmp_path.glob("outputs/*/*/run.log")).read_text()
     assert "Traceback" in log
@@ -90,7 +91,7 @@ def test_a_failing_run_exits_with_1_and_keeps_its_traceback(tmp_path):
 def test_a_killed_run_keeps_every_finished_cell(finished, tmp_path):
     from sparse_eval.journal import Journal
 
-    folder = run_folder(finished[0])
+    folder = next(finished[0].glob("outputs/recall/*"))
     torn = tmp_path / "rows.jsonl"
     whole = (folder / "rows.jsonl").read_bytes()
     torn.write_bytes(whole[: len(whole) * 2 // 3])
@@ -110,7 +111,7 @@ def test_a_sweep_runs_every_job_and_each_has_its_own_folder(tmp_path):
 
 def test_plan_loads_nothing_and_names_what_cannot_run(finished):
     root, _ = finished
-    done = run(root, *TINY, "-m", "budget=64,16", "plan=true")
+    done = run(root, "-m", *TINY, "budget=64,16", "plan=true")
     assert "infeasible" in done.stdout and "budget must be >= 48" in done.stdout
     assert not list(root.glob("outputs/*/*/rows.jsonl.partial"))
 
