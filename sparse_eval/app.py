@@ -162,10 +162,7 @@ def print_results(rows: list[Row], settings: Settings, progress: Progress) -> No
         mine = table[table["policy"] == named.label].set_index("budget_tokens")
         cells = []
         for budget in budgets:
-            if named.policy.adaptive:
-                row = mine.iloc[0]
-            else:
-                row = mine.loc[budget]
+            row = mine.iloc[0] if named.policy.adaptive else mine.loc[budget]
             cells.append(f"{row['recall']:.3f} ({row['contested']:.3f})")
         grid.add_row(named.label, *cells)
     progress.console.print()

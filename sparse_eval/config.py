@@ -14,9 +14,32 @@ from sparse_eval.policies.base import Policy
 TASKS = ("recall",)
 QUERIES = ("greedy", "text")
 KEYS = tuple(
-    """model policy prompts task protocol tracking compare budget page_size sink_pages local_pages
-    context queries dense_layers backend device dtype seed name cache_dir model_cache
-    cache_prefill plan verbose""".split()
+    [
+        "model",
+        "policy",
+        "prompts",
+        "task",
+        "protocol",
+        "tracking",
+        "compare",
+        "budget",
+        "page_size",
+        "sink_pages",
+        "local_pages",
+        "context",
+        "queries",
+        "dense_layers",
+        "backend",
+        "device",
+        "dtype",
+        "seed",
+        "name",
+        "cache_dir",
+        "model_cache",
+        "cache_prefill",
+        "plan",
+        "verbose",
+    ]
 )
 
 

@@ -1,4 +1,4 @@
-"""The command line, from key=value words to a run folder: on tiny models, and on the embedded one."""
+"""The command line, from key=value words to a run folder: tiny models and the embedded one."""
 
 from __future__ import annotations
 
