@@ -3,12 +3,14 @@
 Source: Li et al. 2024, https://arxiv.org/abs/2404.14469. Tokens are scored by the softmax mass the
 last `window` prompt queries gave them, pooled over neighbours; a page by the sum of its tokens. At
 page_size 1 these are the published scores, except that a GQA group shares its choice (the mass of
-its heads is added) and that the observation window itself competes like any other token.
+its heads is added), that the observation window itself competes like any other token, and that the
+average at the text's first tokens counts no zeros before them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -28,7 +30,7 @@ from sparse_eval.policies.base import (
 )
 from sparse_eval.policies.topk import top_pages
 
-POOLING = {"avg": avg_pool1d, "max": max_pool1d}
+POOLING = {"avg": partial(avg_pool1d, count_include_pad=False), "max": max_pool1d}
 
 
 @dataclass
@@ -62,9 +64,7 @@ class SnapKV(Policy[SnapKVState]):
         if prompt_queries_BWHD is None or given < self.window:
             raise ValueError(f"SnapKV needs the last {self.window} prompt queries, got {given}")
         call = prompt_call(call)
-        mass_BGN = voted_mass(call, prompt_queries_BWHD[:, -self.window :])
-        pool = POOLING[self.pooling]
-        mass_BGN = pool(mass_BGN, self.kernel_size, stride=1, padding=self.kernel_size // 2)
+        mass_BGN = self.pooled(voted_mass(call, prompt_queries_BWHD[:, -self.window :]))
         mass_BGN = pad(mass_BGN, (0, -mass_BGN.shape[-1] % self.page_size))
         score_BGP = mass_BGN.unflatten(2, (-1, self.page_size)).sum(-1)
         page = torch.arange(score_BGP.shape[-1], device=call.device)
@@ -73,6 +73,12 @@ class SnapKV(Policy[SnapKVState]):
         state = SnapKVState(score_BGP.masked_fill(unscored[:, None], SnapKVState.blank))
         state.grow(num_pages_of(call.capacity, self.page_size))
         return state
+
+    def pooled(self, mass_BGN: Tensor) -> Tensor:
+        """Over the neighbours that exist: none before token 0, unwritten ones behind count as 0."""
+        reach, pool = self.kernel_size // 2, POOLING[self.pooling]
+        wider = pool(pad(mass_BGN, (0, reach)), self.kernel_size, stride=1, padding=reach)
+        return wider[..., : mass_BGN.shape[-1]]
 
     def extend(self, state: SnapKVState, call: AttentionCall) -> None:
         state.grow(num_pages_of(call.capacity, self.page_size))
@@ -103,5 +109,6 @@ def voted_mass(call: AttentionCall, queries_BWHD: Tensor) -> Tensor:
     for g in range(call.num_kv_heads):  # one KV head at a time: [B, W, M, N] is the largest tensor
         s = call.scale * (q[:, :, g].flatten(1, 2) @ k[:, g].float().mT).unflatten(1, (window, -1))
         p = s.masked_fill(~seen, -torch.inf).softmax(-1)
-        mass.append(p.masked_fill(~seen, 0).sum((1, 2)))
+        # exact in float64, so that equal masses stay equal whatever the order of the sum
+        mass.append(p.masked_fill(~seen, 0).sum((1, 2), dtype=torch.float64).float())
     return torch.stack(mass, 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -13,7 +14,7 @@ import yaml
 
 from sparse_eval.check_cases import MakePolicy
 from sparse_eval.device import resolve_device
-from sparse_eval.policies.external import external_policy
+from sparse_eval.policies.base import Policy
 from sparse_eval.policy_contract import (
     BEHAVIOUR_CHECKS,
     SELECTION_CHECKS,
@@ -92,11 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         fixed = dict(field_of(text) for text in options.fields)
         device = resolve_device(options.device)
-        external_policy(options.target, fixed)
+        build(options.target, fixed)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    make_policy = partial(external_policy, options.target, fixed)
+    make_policy = partial(build, options.target, fixed)
     results = check_policy(make_policy, device)
     for result in results:
         print(result)
@@ -105,6 +106,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept = len(results) - failed - skipped
     print(f"{options.target}: {kept} kept, {failed} failed, {skipped} do not apply")
     return 1 if failed else 0
+
+
+def build(target: str, fixed: Mapping[str, Any], **fields: Any) -> Policy:
+    """The policy at an import path, fixed fields winning. ValueError in one line if the target
+    cannot be imported, is no Policy class, or does not take the fields."""
+    cls = policy_class(target)
+    try:
+        return cls(**fields | dict(fixed))
+    except TypeError as error:
+        raise ValueError(f"{target} does not take these fields: {error}") from None
+
+
+def policy_class(target: str) -> type[Policy]:
+    module_name, _, name = target.rpartition(".")
+    if not module_name:
+        raise ValueError(f"target must be an import path such as mypkg.MyPolicy, got {target!r}")
+    try:
+        cls = getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # importing runs foreign code, which may raise anything
+        line = " ".join(str(error).split())
+        raise ValueError(f"cannot import {target}: {type(error).__name__}: {line}") from None
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        raise ValueError(f"{target} is no subclass of sparse_eval.policies.base.Policy")
+    return cls
 
 
 def field_of(text: str) -> tuple[str, Any]:

@@ -17,31 +17,37 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the rows' meaning; rows of different versions are never pooled."""
 
-COMMON_COLUMNS = tuple(
-    "schema task sample prompt_hash model revision weights policy policy_config adaptive"
+
+def names(text: str) -> tuple[str, ...]:
+    """The words of a text: a long list of names that still reads."""
+    return tuple(text.split())
+
+
+COMMON_COLUMNS = names(
+    "schema task sample prompt_hash prompts model revision weights policy policy_config adaptive"
     " budget_tokens page_size sink_pages local_pages context protocol dense_layers backend device"
-    " dtype seed capture_hash cell_key seconds peak_memory".split()
+    " dtype seed capture_hash cell_key seconds peak_memory"
 )
-RECALL_COLUMNS = tuple(
+RECALL_COLUMNS = names(
     "layer layer_kind kv_head dense_layer queries mass_recall mass_recall_p10 mass_forced"
     " recall_contested output_error lse_error page_overlap_oracle tokens_read density bytes_kv"
-    " bytes_metadata bytes_dense bytes_stored".split()
+    " bytes_metadata bytes_dense bytes_stored"
 )
-NEEDLE_COLUMNS = tuple(
+NEEDLE_COLUMNS = names(
     "needle_kind depth depth_realised outcome answer_nll first_token_rank page_hit"
-    " page_hit_chance tokens_read density model_read_fraction gated".split()
+    " page_hit_chance tokens_read density model_read_fraction gated"
 )
-FIDELITY_COLUMNS = tuple(
+FIDELITY_COLUMNS = names(
     "tokens kl_mean kl_p99 top1_agreement nll_dense nll_sparse tokens_read density"
-    " model_read_fraction".split()
+    " model_read_fraction"
 )
-LM_EVAL_COLUMNS = tuple(
+LM_EVAL_COLUMNS = names(
     "lm_task metric value stderr n dense_value difference p_value gated truncated"
-    " identical_to_dense loglikelihood_mode tokens_read density model_read_fraction".split()
+    " identical_to_dense loglikelihood_mode tokens_read density model_read_fraction"
 )
-LATENCY_COLUMNS = tuple(
+LATENCY_COLUMNS = names(
     "what batch num_heads num_kv_heads head_dim graph l2_resident median_us p10_us p90_us bytes"
-    " terabytes_per_s ceiling_fraction baseline speedup_vs_sdpa speedup_vs_best".split()
+    " terabytes_per_s ceiling_fraction baseline speedup_vs_sdpa speedup_vs_best"
 )
 ALL_COLUMNS = tuple(
     dict.fromkeys(
@@ -55,20 +61,24 @@ ALL_COLUMNS = tuple(
 )
 
 TEXT = frozenset(
-    "task sample prompt_hash model revision weights policy policy_config protocol backend device"
-    " dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
-    " loglikelihood_mode what baseline".split()
+    names(
+        "task sample prompt_hash prompts model revision weights policy policy_config protocol backend"
+        " device dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
+        " loglikelihood_mode what baseline"
+    )
 )
 INTEGER = frozenset(
-    "schema budget_tokens page_size sink_pages local_pages context seed layer kv_head batch"
-    " num_heads num_kv_heads head_dim".split()
+    names(
+        "schema budget_tokens page_size sink_pages local_pages context seed layer kv_head batch"
+        " num_heads num_kv_heads head_dim"
+    )
 )
-FLAG = frozenset("adaptive dense_layer gated graph l2_resident".split())
+FLAG = frozenset(names("adaptive dense_layer gated graph l2_resident"))
 LIST = frozenset({"dense_layers"})
 NUMBER = frozenset(ALL_COLUMNS) - TEXT - INTEGER - FLAG - LIST
 
-CELL_IDENTITY = (
-    "cell_key layer kv_head needle_kind depth lm_task metric what batch graph l2_resident".split()
+CELL_IDENTITY = names(
+    "cell_key layer kv_head needle_kind depth lm_task metric what batch graph l2_resident"
 )
 """Two rows that agree in all of these are the same measurement, whatever folder they lie in."""
 
@@ -87,6 +97,8 @@ def frame_of(rows: Iterable[Row] | pd.DataFrame) -> pd.DataFrame:
 
 
 def typed(column: pd.Series) -> pd.Series:
+    if column.name in TEXT and pd.api.types.infer_dtype(column, skipna=False) == "string":
+        return column.astype(object)
     if column.name in TEXT:
         return pd.Series([text_of(x) for x in column], column.index, dtype=object)
     if column.name in LIST:

@@ -322,6 +322,7 @@ def common_columns(evaluator: Evaluator, policy: Policy, budget: int | None) -> 
         "task": "recall",
         "sample": meta.get("sample", 0),
         "prompt_hash": meta.get("prompt_hash", ""),
+        "prompts": meta.get("prompt_source", ""),
         "model": meta.get("model", ""),
         "revision": meta.get("revision", ""),
         "weights": meta.get("weights", ""),

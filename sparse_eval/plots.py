@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import NullLocator, PercentFormatter
 
 from sparse_eval.palette import look_of
 from sparse_eval.summarise import by_layer, recall_rows, summarise_recall
@@ -83,11 +83,12 @@ def without_dense_policies(table: pd.DataFrame) -> pd.DataFrame:
 
 def new_figure(rows: pd.DataFrame, title: str, *, height: float = 4.6) -> tuple[Figure, Axes]:
     """A figure with its headline, and below that what was measured; no pyplot, no global state."""
-    figure = Figure(figsize=(8.4, height), dpi=DPI, layout="constrained", facecolor="white")
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=(8.4, height), dpi=DPI, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=26)
-    above = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+    above: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
     axes.annotate(subject(rows), (0, 1), (0, 9), fontsize=8.5, color=MUTED, **above)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -100,24 +101,17 @@ def new_figure(rows: pd.DataFrame, title: str, *, height: float = 4.6) -> tuple[
 
 
 def subject(rows: pd.DataFrame) -> str:
-    """Model, weights, context, text and n of rows of one setting, on one line."""
+    """Model, weights, context, prompts and n of rows of one setting, on one line."""
     rows = recall_rows(rows)
     first = rows.iloc[0]
     parts = [str(first[name]) for name in ("model", "weights") if first.get(name)]
     if first.get("context") is not None:
         parts.append(f"context {first['context']:,.0f} tokens")
-    parts += [text_name(rows)] if text_name(rows) else []
+    if first.get("prompts"):
+        parts.append(str(first["prompts"]))
     num_prompts = rows["prompt"].nunique()
     parts.append(f"n = {num_prompts} prompt{'s' if num_prompts > 1 else ''}")
     return "  ·  ".join(parts)
-
-
-def text_name(rows: pd.DataFrame) -> str:
-    """What the samples' names share: "docs" for docs/0, docs/1; "" for bare numbers."""
-    if "sample" not in rows:
-        return ""
-    names = {re.sub(r"[\s/_:#.-]*\d+$", "", str(name)) for name in rows["sample"]}
-    return ", ".join(sorted(names - {""}))
 
 
 def draw_lines(axes: Axes, table: pd.DataFrame, x: str) -> None:
@@ -176,8 +170,9 @@ def draw_heat(axes: Axes, recall: pd.DataFrame, dense: pd.Series) -> Any:
     image = axes.imshow(recall.to_numpy(), aspect="auto", cmap="viridis", vmin=low, vmax=1)
     for column, layer in enumerate(recall.columns):
         if dense[layer]:
-            box = {"facecolor": "#f1f3f5", "edgecolor": "#9aa5b1", "hatch": "////", "linewidth": 0}
-            axes.add_patch(Rectangle((column - 0.5, -0.5), 1, len(recall), **box))
+            box = Rectangle((column - 0.5, -0.5), 1, len(recall), linewidth=0, hatch="////")
+            box.set(facecolor="#f1f3f5", edgecolor="#9aa5b1")
+            axes.add_patch(box)
     axes.set_yticks(range(len(recall)), [str(name) for name in recall.index])
     step = max(1, math.ceil(len(recall.columns) / 32))
     shown = range(0, len(recall.columns), step)

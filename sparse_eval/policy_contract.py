@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from sparse_eval.check_cases import (
     replay_call,
 )
 from sparse_eval.core import AttentionCall
-from sparse_eval.policies.base import Policy, Selection
+from sparse_eval.policies.base import Policy, Selection, num_pages_of
 
 VARIANTS = (
     {"page_size": 4, "sink_pages": 1, "local_pages": 2},
@@ -73,7 +74,7 @@ class Sample:
     budget: int | None
     selection: Selection
 
-    @property
+    @cached_property
     def label(self) -> str:
         p = self.policy
         return (
@@ -82,14 +83,17 @@ class Sample:
             f"{str(self.call.q_BHD.dtype).removeprefix('torch.')}"
         )
 
-    def rows(self) -> Iterator[tuple[int, int, list[int], str]]:
+    @cached_property
+    def rows(self) -> list[tuple[int, int, list[int], str]]:
         """Per row and list: live tokens, current page, pages, and where it is."""
-        for b, lists in enumerate(lists_of(self.selection)):
-            length = int(self.call.lengths_B[b])
-            current = -(-length // self.policy.page_size) - 1
+        rows = []
+        lengths = self.call.lengths_B.tolist()
+        for length, lists in zip(lengths, lists_of(self.selection), strict=True):
+            current = num_pages_of(length, self.policy.page_size) - 1
             for s, pages in enumerate(lists):
                 where = f"{self.label}: a row of {length} tokens, list {s}, reads pages {pages}"
-                yield length, current, pages, where
+                rows.append((length, current, pages, where))
+        return rows
 
 
 def make_samples(subject: Subject) -> list[Sample]:
@@ -102,7 +106,8 @@ def make_samples(subject: Subject) -> list[Sample]:
         policy = subject.policy(**fields)
         size = policy.page_size
         pages = policy.sink_pages + policy.local_pages + 6
-        lengths = [0, 1, size - 1, size, size + 1, 4 * size + 1, pages * size - 1, pages * size]
+        just_covered = (pages - 3) * size + size // 2  # by the middle budget
+        lengths = [0, 1, size - 1, size, size + 1, just_covered, pages * size - 1, pages * size]
         texts = [t.cast(dtype) for t in subject.texts(len(lengths), pages * size, group_size)]
         call = batch_call(texts, lengths, extent=pages * size + 3)
         state = policy.init(call, prompt_queries(texts, lengths))
@@ -162,24 +167,24 @@ def counts_match_and_empty_slots_are_minus_one(x: Sample) -> None:
 
 
 def ids_are_live_pages(x: Sample) -> None:
-    for _, current, pages, where in x.rows():
+    for _, current, pages, where in x.rows:
         expect(all(0 <= p <= current for p in pages), f"{where}, its live pages are 0 to {current}")
 
 
 def ids_ascend_without_duplicates(x: Sample) -> None:
-    for _, _, pages, where in x.rows():
+    for _, _, pages, where in x.rows:
         expect(pages == sorted(set(pages)), f"{where}, not ascending or twice")
 
 
 def current_page_is_read(x: Sample) -> None:
-    for length, current, pages, where in x.rows():
+    for length, current, pages, where in x.rows:
         expect(not length or current in pages, f"{where}, its current page is {current}")
 
 
 def sinks_and_local_pages_are_read(x: Sample) -> None:
     if not x.policy.realisable:
         raise Skip("bound by the current page alone")
-    for _, current, pages, where in x.rows():
+    for _, current, pages, where in x.rows:
         sinks = range(min(x.policy.sink_pages, current + 1))
         local = range(max(current + 1 - x.policy.local_pages, 0), current + 1)
         missing = sorted({*sinks, *local} - set(pages))
@@ -203,7 +208,7 @@ def budget_is_kept(x: Sample) -> None:
 def budget_is_used(x: Sample) -> None:
     if x.budget is None or x.selection.pages_BSK.shape[1] != x.call.num_kv_heads:
         raise Skip("no fixed count, or a list per query head")
-    for _, current, pages, where in x.rows():
+    for _, current, pages, where in x.rows:
         least = min(current + 1, x.budget // x.policy.page_size)
         expect(len(pages) >= least, f"{where}, the budget allows {least}")
 
@@ -211,7 +216,7 @@ def budget_is_used(x: Sample) -> None:
 def a_budget_that_covers_the_row_reads_everything(x: Sample) -> None:
     if x.policy.adaptive:
         raise Skip("takes no budget")
-    for length, current, pages, where in x.rows():
+    for length, current, pages, where in x.rows:
         covered = x.policy.dense or (x.budget is not None and length <= x.budget)
         expect(not covered or len(pages) == current + 1, f"{where}, not all of 0 to {current}")
 
@@ -405,7 +410,7 @@ def evicted_pages_stay_away(subject: Subject) -> None:
         before: Lists | None = None
         for step, now in enumerate(decode(policy, texts, lengths, steps, budget)):
             for b, lists in enumerate(before or []):
-                newest = -(-(lengths[b] + step - 1) // size) - 1
+                newest = num_pages_of(lengths[b] + step - 1, size) - 1
                 for old, new in zip(lists, now[b], strict=True):
                     back = [p for p in new if p <= newest and p not in old]
                     expect(not back, f"pages {back} came back at step {step}: {old} to {new}")

@@ -15,11 +15,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sparse_eval.columns import names
+
 PACKAGE = Path(__file__).resolve().parent
 
 OUTPUT_ROOMS = frozenset(
-    "__main__ app cache check columns compose config dashboard failure fetch files palette plan plots"
-    " progress provenance report results settings summarise tracking".split()
+    names(
+        "__main__ app cache cells check columns compose config dashboard failure fetch files"
+        " headline journal margins palette plan plots progress provenance report results settings"
+        " summarise tracking"
+    )
 )
 """Modules that present or keep what was measured. Whatever else the package holds, new files
 included, can change a cell."""
@@ -49,9 +54,9 @@ def package_hash() -> str:
 def measuring_files() -> list[Path]:
     """Python files of the package that can change a cell; conf/ is part of the config instead."""
     files = []
-    for folder, folders, names in os.walk(PACKAGE, followlinks=True):
+    for folder, folders, files_here in os.walk(PACKAGE, followlinks=True):
         folders[:] = sorted(set(folders) - {"__pycache__", "conf", "page"})
-        paths = [Path(folder) / name for name in sorted(names) if name.endswith(".py")]
+        paths = [Path(folder) / name for name in sorted(files_here) if name.endswith(".py")]
         files += [p for p in paths if p.parent != PACKAGE or p.stem not in OUTPUT_ROOMS]
     return files
 
@@ -85,7 +90,7 @@ def provenance(*, device: str, backend: str, dtype: str) -> dict[str, Any]:
         **{name: version_of(name) for name in ("triton", "transformers", "numpy", "tokenizers")},
         "platform": platform.platform(),
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "device": device,
@@ -95,8 +100,11 @@ def provenance(*, device: str, backend: str, dtype: str) -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line as it was typed, `python` in place of the interpreter's path."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
+    """The command line as it was typed, without the paths of interpreter and script."""
+    program, *words = sys.orig_argv[1:] or [""]
+    if program.startswith("-"):
+        return shlex.join(["python", program, *words])
+    return shlex.join([Path(program).name, *words])
 
 
 def version_of(distribution: str) -> str | None:
@@ -124,6 +132,13 @@ def git(*arguments: str) -> str | None:
 
 def count_lines(text: str | None) -> int | None:
     return None if text is None else len(text.splitlines())
+
+
+def num_cores() -> int | None:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def cpu_name() -> str | None:

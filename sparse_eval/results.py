@@ -1,13 +1,12 @@
-"""Rows on disk: a run's journal, the store of finished cells, parquet, summary, reading back."""
+"""A run's files beside its journal: parquet, summary; and rows of many runs read back.
+
+Journal, CellStore, cell_key, provenance and summarise_recall can be imported from here too.
+"""
 
 from __future__ import annotations
 
 import glob
-import hashlib
 import io
-import json
-import os
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,20 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from sparse_eval.cells import CellStore, cell_key
 from sparse_eval.columns import (
     COMMON_COLUMNS,
     FIDELITY_COLUMNS,
-    FLAG,
-    INTEGER,
     LATENCY_COLUMNS,
     LM_EVAL_COLUMNS,
     NEEDLE_COLUMNS,
-    NUMBER,
     RECALL_COLUMNS,
     SCHEMA,
     frame_of,
 )
 from sparse_eval.files import to_json, write_atomic
+from sparse_eval.journal import Journal
 from sparse_eval.provenance import code_hash, provenance
 from sparse_eval.summarise import summarise_recall
 
@@ -54,115 +52,6 @@ __all__ = [
     "write_parquet",
     "write_summary",
 ]
-
-
-class Journal:
-    """`rows.jsonl` of a run folder: a cell's rows are on disk when append returns.
-
-    An existing journal is continued; a line that an earlier run left torn is cut off first."""
-
-    def __init__(self, folder: Path | str) -> None:
-        self.path = Path(folder) / "rows.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-        self._cut(self.path.read_bytes().rfind(b"\n") + 1)
-
-    def append(self, rows: Iterable[Row]) -> None:
-        """Writes all rows of one cell, or none of them: OSError leaves the journal as it was."""
-        data = "".join(to_json(row) + "\n" for row in rows).encode()
-        before = self.path.stat().st_size
-        try:
-            with self.path.open("ab") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            self._cut(before)
-            raise
-
-    def _cut(self, size: int) -> None:
-        if self.path.stat().st_size > size:
-            os.truncate(self.path, size)
-
-    @staticmethod
-    def read(path: Path | str) -> list[Row]:
-        """Rows of a journal, or of a folder's, without a torn last line.
-
-        Raises ValueError for a damaged line before the last."""
-        path = Path(path) / "rows.jsonl" if Path(path).is_dir() else Path(path)
-        *lines, torn = path.read_bytes().split(b"\n")
-        rows = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                rows.append(row_of(line))
-            except ValueError as error:
-                if number < len(lines) or torn:
-                    raise ValueError(
-                        f"{path}, line {number}: expected a row as JSON, got {line[:60]!r}"
-                    ) from error
-        return rows
-
-
-def row_of(line: bytes | str) -> Row:
-    """A row from its JSON line: null in a column of numbers is NaN again."""
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-    numbers = NUMBER | INTEGER | FLAG
-    return {k: float("nan") if v is None and k in numbers else v for k, v in row.items()}
-
-
-class CellStore:
-    """`<cache_dir>/cells/<cell_key>`: rows of finished cells, shared by runs and processes.
-
-    A file holds the SHA-256 of its rows and the rows; one that does not match is thrown away."""
-
-    def __init__(self, cache_dir: Path | str) -> None:
-        self.folder = Path(cache_dir) / "cells"
-
-    def get(self, key: str) -> list[Row] | None:
-        """The cell's rows, or None: not there, or damaged and now discarded (with a warning)."""
-        path = self._path(key)
-        try:
-            digest, body = path.read_bytes().split(b"\n", 1)
-            if hashlib.sha256(body).hexdigest().encode() != digest:
-                raise ValueError("its checksum does not match")
-            return [row_of(line) for line in body.splitlines()]
-        except FileNotFoundError:
-            return None
-        except (ValueError, OSError) as error:
-            warnings.warn(f"damaged cell {path} discarded: {error}", stacklevel=2)
-            path.unlink(missing_ok=True)
-            return None
-
-    def has(self, key: str) -> bool:
-        return self._path(key).is_file()
-
-    def put(self, key: str, rows: Iterable[Row]) -> None:
-        """Stores a finished cell; the last of two writers wins, and both wrote the same."""
-        body = "".join(to_json(row) + "\n" for row in rows).encode()
-        write_atomic(self._path(key), hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-
-    def _path(self, key: str) -> Path:
-        if not re.fullmatch("[0-9a-f]{64}", key):
-            raise ValueError(f"cell key must be 64 hexadecimal digits, got {key!r}")
-        return self.folder / key
-
-
-def cell_key(parts: Mapping[str, Any]) -> str:
-    """SHA-256 of everything that can change a cell, as canonical JSON.
-
-    Raises ValueError for NaN, infinities and objects that JSON cannot hold."""
-    text = json.dumps(
-        parts, sort_keys=True, separators=(",", ":"), allow_nan=False, default=not_canonical
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def not_canonical(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise ValueError(f"a cell key holds numbers, text, lists and mappings, got {value!r}")
 
 
 def write_parquet(rows: Iterable[Row] | pd.DataFrame | Path | str, path: Path | str) -> None:

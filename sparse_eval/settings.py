@@ -106,7 +106,7 @@ def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
         if key not in SHARED_FIELDS and plain.get(key) != value
     ]
     if name == "external":
-        fields = [given["target"].rsplit(".", 1)[-1], *(f"{k}={v}" for k, v in given["config"].items())]
+        fields = [given["target"].rsplit(".", 1)[-1], *(f"{k}={v}" for k, v in (given["config"] or {}).items())]
         return ":".join(fields)
     return ":".join([name, *fields])
 
@@ -115,7 +115,7 @@ def build_policy(name: str, cfg: Mapping[str, Any]) -> Policy:
     """Instantiate a policy from its group's config; ValueError with one line."""
     cfg = dict(cfg)
     if "target" in cfg and "_target_" not in cfg:
-        cfg = {"_target_": cfg.pop("target"), **cfg.pop("config"), **cfg}
+        cfg = {"_target_": cfg.pop("target"), **(cfg.pop("config") or {}), **cfg}
     try:
         kind = get_class(cfg["_target_"])
         accepted = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()

@@ -1,4 +1,4 @@
-"""Recall rows -> the figures people read: per policy and budget, per layer, and margins to rivals.
+"""Recall rows -> the figures people read: per policy and budget, and per layer.
 
 The sampling unit is the prompt: rows of one prompt (layers, KV heads, seeds) are averaged first,
 means and standard errors are taken over prompts. NaN is not measured: left out of a mean, counted
@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from sparse_eval.columns import fields_of, frame_of
+from sparse_eval.columns import fields_of, frame_of, names
 
-SETTING = "model revision weights context protocol dense_layers dtype device backend".split()
+SETTING = names("model revision weights prompts context protocol dense_layers dtype device backend")
 """Rows that differ in one of these answer different questions: never averaged or compared."""
 
 CELL = ["policy", "budget_tokens"]
@@ -31,16 +30,14 @@ AVERAGED = {
     "bytes_metadata": "bytes_metadata",
     "bytes_dense": "bytes_dense",
 }
-MARGIN_COLUMNS = (
-    "budget_tokens layer recall read rival rival_budget rival_recall rival_read margin margin_se n"
-).split()
-CHEAPER_TOLERANCE = 1.01
-"""A rival counts as no dearer while it reads at most this many times the bytes."""
 
 
 def recall_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """The recall rows, with each policy label standing for one set of fields. Raises ValueError
-    where there are none, or where one prompt was captured in several ways."""
+    """The recall rows, with a column `prompt` and each policy label standing for one set of fields;
+    rows that went through here once stay as they are. Raises ValueError where there are none, or
+    where one prompt was captured in several ways."""
+    if "prompt" in rows:
+        return rows
     rows = frame_of(rows)
     rows = rows[rows["task"] == "recall"] if "task" in rows else rows
     if not len(rows) or "mass_recall" not in rows:
@@ -62,16 +59,16 @@ def distinct_labels(rows: pd.DataFrame) -> pd.Series:
     """Policy labels; where one label has several sets of fields, the fields that differ join it."""
     if "policy_config" not in rows:
         return rows["policy"]
-    names = {}
+    labels = {}
     for label, configs in rows.groupby("policy")["policy_config"].unique().items():
         fields = [fields_of(config) for config in configs]
         differ = [k for k in dict.fromkeys(k for f in fields for k in f) if len_of(fields, k) > 1]
         for config, own in zip(configs, fields, strict=True):
             extra = ",".join(f"{k}={own[k]}" for k in differ if k in own)
             joint = "," if ":" in str(label) else ":"
-            names[label, config] = f"{label}{joint}{extra}" if extra else label
+            labels[label, config] = f"{label}{joint}{extra}" if extra else label
     pairs = zip(rows["policy"], rows["policy_config"], strict=True)
-    return pd.Series([names.get(pair, pair[0]) for pair in pairs], rows.index)
+    return pd.Series([labels.get(pair, pair[0]) for pair in pairs], rows.index)
 
 
 def len_of(fields: Sequence[dict[str, Any]], key: str) -> int:
@@ -93,7 +90,7 @@ def check_one_capture(rows: pd.DataFrame) -> None:
 
 
 def split_settings(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Recall rows by setting. The name of one tells how it differs from the others ("" if alone)."""
+    """Recall rows by setting. A name tells how a setting differs from the others; "" if alone."""
     rows = recall_rows(rows)
     keys = [name for name in SETTING if name in rows]
     if not keys:
@@ -159,13 +156,13 @@ def over_prompts(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 
 def model_reads(rows: pd.DataFrame) -> pd.DataFrame:
-    """Bytes read per decode step by all layers and KV heads, mean over prompts, and their shares."""
+    """Bytes that all layers and KV heads read per decode step, and shares: means over prompts."""
     kinds = ["bytes_kv", "bytes_metadata", "bytes_dense"]
     keys = [*CELL, "prompt"]
     head = rows.groupby([*keys, "layer", "kv_head"], dropna=False, sort=False)[kinds].mean()
-    by_prompt = {"level": [0, 1, 2], "dropna": False, "sort": False}
-    prompt = head.groupby(**by_prompt).sum()
-    prompt = prompt.where(~head.isna().groupby(**by_prompt).any())
+    prompt = head.groupby(level=[0, 1, 2], dropna=False, sort=False).sum()
+    unknown = head.isna().groupby(level=[0, 1, 2], dropna=False, sort=False).any()
+    prompt = prompt.where(~unknown)
     total = prompt["bytes_kv"] + prompt["bytes_metadata"]
     reads = pd.DataFrame(
         {
@@ -187,50 +184,3 @@ def by_layer(rows: pd.DataFrame) -> pd.DataFrame:
     dense = rows["dense_layer"].astype(bool).groupby([rows[k] for k in keys], dropna=False)
     table["dense_layer"] = dense.first()
     return table.reset_index()
-
-
-def margins(rows: pd.DataFrame, policy: str) -> pd.DataFrame:
-    """Where a policy wins and loses: per budget and layer (NaN: mean of the non-dense layers) the
-    rival with the highest recall among the realisable ones that read no more bytes there (1 %
-    tolerance, metadata included, any budget), and margin = recall − rival's recall, paired by
-    prompt, with its standard error. Cells without such a rival are left out."""
-    rows = sparse_rows(recall_rows(rows))
-    check_one_setting(rows)
-    cell = rows.groupby(CELL, dropna=False, sort=False).ngroup()
-    names = rows[CELL].groupby(cell).first()
-    rows = rows.assign(cell=cell, read=rows["bytes_kv"] + rows["bytes_metadata"])
-    levels = pd.concat([rows.assign(level=-1), rows.assign(level=rows["layer"])])
-    keys = ["level", "prompt", "cell"]
-    means = levels.groupby(keys)[["mass_recall", "read"]].mean().unstack("cell")
-    found = [
-        margin | {"layer": np.nan if level < 0 else level}
-        for level, here in means.groupby(level="level")
-        for own in names.index[names["policy"] == policy]
-        if (margin := margin_of(own, here["mass_recall"], here["read"].mean(), names))
-    ]
-    return pd.DataFrame(found, columns=MARGIN_COLUMNS)
-
-
-def margin_of(
-    own: int, recall: pd.DataFrame, read: pd.Series, names: pd.DataFrame
-) -> dict[str, Any] | None:
-    """recall: prompts × cells; read: bytes by cell. None without a rival on a shared prompt."""
-    is_rival = (names["policy"] != names["policy"][own]) & (read <= read[own] * CHEAPER_TOLERANCE)
-    differences = recall[[own]].to_numpy() - recall.loc[:, is_rival]
-    differences = differences.dropna(axis="columns", how="all")
-    if differences.empty:
-        return None
-    best = differences.mean().idxmin()
-    pairs = differences[best].dropna()
-    return {
-        "budget_tokens": names["budget_tokens"][own],
-        "recall": recall.loc[pairs.index, own].mean(),
-        "read": read[own],
-        "rival": names["policy"][best],
-        "rival_budget": names["budget_tokens"][best],
-        "rival_recall": recall.loc[pairs.index, best].mean(),
-        "rival_read": read[best],
-        "margin": pairs.mean(),
-        "margin_se": pairs.sem(),
-        "n": len(pairs),
-    }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 NAN = float("nan")
+KEYED = ("model", "context", "policy", "policy_config", "budget_tokens", "prompt_hash", "seed")
 
 
 def recall_rows(
@@ -26,13 +27,14 @@ def recall_rows(
     """Synthetic recall rows with the shape of a real run: curves that rise with the budget, a
     window that is strong where forced pages hold much, exact byte arithmetic for head_dim 64."""
     cells = itertools.product(range(num_samples), policies, budgets)
-    return [
+    rows = [
         row | common
         for sample, policy, budget in cells
-        for row in recall_cell(
-            policy, budget, sample, num_layers, num_kv_heads, context, page_size
-        )
+        for row in recall_cell(policy, budget, sample, num_layers, num_kv_heads, context, page_size)
     ]
+    for row in rows:
+        row["cell_key"] = hashlib.sha256(repr([row[k] for k in KEYED]).encode()).hexdigest()
+    return rows
 
 
 def recall_cell(
@@ -44,7 +46,6 @@ def recall_cell(
     context: int,
     page_size: int,
 ) -> Iterator[dict[str, Any]]:
-    key = hashlib.sha256(f"{policy} {budget} {sample} {context} {page_size}".encode()).hexdigest()
     prompt = hashlib.sha256(f"prompt {sample}".encode()).hexdigest()
     per_token = 2 * 64 * 4
     for layer, kv_head in itertools.product(range(num_layers), range(num_kv_heads)):
@@ -58,8 +59,9 @@ def recall_cell(
         yield {
             "schema": 1,
             "task": "recall",
-            "sample": f"docs/{sample}",
+            "sample": sample,
             "prompt_hash": prompt,
+            "prompts": "made up",
             "model": "synthetic-135m",
             "revision": "none",
             "weights": "Q4_1",
@@ -78,7 +80,6 @@ def recall_cell(
             "dtype": "float32",
             "seed": 0,
             "capture_hash": hashlib.sha256(f"capture {prompt}".encode()).hexdigest(),
-            "cell_key": key,
             "seconds": 0.5,
             "peak_memory": 1e9,
             "layer": layer,

@@ -203,16 +203,15 @@ def test_unsupported_modes_are_refused_in_one_line(llama):
         pass
 
 
-def test_a_cropped_cache_is_refused(llama):
+def test_a_cropped_or_exchanged_cache_is_refused(llama):
     ids = random_ids(80)[0]
-    cache = prefill(llama, ids).fork()
+    cache, shorter = (prefill(llama, x).fork() for x in (ids, ids[:60]))
     with (
         pytest.raises(ValueError, match="cropped"),
         patched(llama, Quest(), budget=64, dense_layers=[0]),
     ):
         decode_step(llama, cache, 5)
-        cache.crop(60)
-        decode_step(llama, cache, 5)
+        decode_step(llama, shorter, 5)
 
 
 def test_masks_of_any_form_mean_the_same(llama):

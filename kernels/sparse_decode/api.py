@@ -49,6 +49,22 @@ def sparse_decode(
     block_table: Tensor | None = None,
     page_lse: Literal[True],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor | None,
+    counts: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    backend: str,
+    block_table: Tensor | None = None,
+    page_lse: bool,
+) -> tuple[Tensor, ...]: ...
 def sparse_decode(
     q: Tensor,
     k: Tensor,
@@ -84,9 +100,10 @@ def sparse_decode(
         from sparse_eval.kernels.sparse_decode.launch import sparse_decode_triton
 
         out, lse, lse_pages = sparse_decode_triton(
-            *(q, k, v, pages, counts, starts, lengths, block_table),
+            *(q, k, v, pages, counts, starts, lengths),
             page_size=page_size,
             scale=scale,
+            block_table=block_table,
             page_lse=page_lse,
         )
     else:
@@ -117,12 +134,12 @@ def check_tensors(
             f"q must be [B, H, D], k and v 4-D, got {_shape(q)}, {_shape(k)}, {_shape(v)}"
         )
     (rows, heads, head_dim), kv_heads = q.shape, k.shape[1]
-    if k.shape[:3] != v.shape[:3] or k.shape[3] != head_dim or not all(k.shape):
+    if k.shape[:3] != v.shape[:3] or k.shape[3] != head_dim or 0 in (*k.shape, *v.shape):
         raise ValueError(
             f"k must be [.., .., N >= 1, D = {head_dim}] and v the same up to its head dim, "
             f"got {_shape(k)} and {_shape(v)}"
         )
-    if heads % kv_heads:
+    if heads % kv_heads or not heads:
         raise ValueError(f"query heads must be a multiple of KV heads ({kv_heads}), got {heads}")
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v must share a float dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -130,7 +147,7 @@ def check_tensors(
         raise ValueError(f"k and v must have batch {rows} (q's) or 1, got {k.shape[0]}")
     if (pages is None) != (counts is None):
         raise ValueError("pages and counts go together: give both, or neither for dense attention")
-    integers = {
+    integers: dict[str, tuple[Tensor | None, list[tuple[int | None, ...]]]] = {
         "lengths": (lengths, [(rows,)]),
         "starts": (starts, [(rows,)]),
         "pages": (pages, [(rows, kv_heads, None), (rows, heads, None)]),
@@ -165,11 +182,6 @@ def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
         return
     if importlib.util.find_spec("triton") is None:
         raise ValueError("backend 'triton' needs the package triton, which is not installed")
-    if q.device.type == "cpu" and not _interpreted():
-        raise ValueError(
-            "backend 'triton' on CPU tensors needs TRITON_INTERPRET=1 in the environment when the "
-            "process starts; or use backend 'torch'"
-        )
     if q.dtype not in TRITON_DTYPES:
         accepted = ", ".join(str(d).removeprefix("torch.") for d in TRITON_DTYPES)
         raise ValueError(f"backend 'triton' takes {accepted}, got {q.dtype}")
@@ -177,6 +189,11 @@ def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"backend 'triton' takes head dims up to {MAX_TRITON_HEAD_DIM}, "
             f"got {q.shape[2]} (q, k) and {v.shape[3]} (v)"
+        )
+    if q.device.type == "cpu" and not _interpreted():
+        raise ValueError(
+            "backend 'triton' on CPU tensors needs TRITON_INTERPRET=1 in the environment when the "
+            "process starts; or use backend 'torch'"
         )
 
 

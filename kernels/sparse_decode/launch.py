@@ -30,10 +30,10 @@ def sparse_decode_triton(
     counts: Tensor | None,
     starts: Tensor | None,
     lengths: Tensor,
-    table: Tensor | None,
     *,
     page_size: int,
     scale: float,
+    block_table: Tensor | None = None,
     page_lse: bool = False,
     block_t: int | None = None,
     num_splits: int | None = None,
@@ -42,7 +42,7 @@ def sparse_decode_triton(
 
     block_t: tokens per tile, a power of two >= 16; num_splits <= MAX_SPLITS; None = by shape."""
     (rows, heads, d), e = q.shape, v.shape[3]
-    num_tokens = k.shape[2] * (1 if table is None else table.shape[1])
+    num_tokens = k.shape[2] * (1 if block_table is None else block_table.shape[1])
     lists = k.shape[1] if pages is None else pages.shape[1]
     slots = triton.cdiv(num_tokens, page_size) if pages is None else pages.shape[2]
     block_d, block_e = (max(16, triton.next_power_of_2(x)) for x in (d, e))
@@ -51,7 +51,7 @@ def sparse_decode_triton(
     num_splits = num_splits or splits_of(rows * lists, triton.cdiv(capacity, block_t), q.device)
     assert num_splits <= MAX_SPLITS and block_t >= 16
     part = min(page_size & -page_size, block_t)
-    num_parts = slots * page_size // part
+    parts_of_page = page_size // part
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(rows, heads, *shape, dtype=dtype, device=q.device)
@@ -59,17 +59,17 @@ def sparse_decode_triton(
     acc, m, l = new(num_splits, e), new(num_splits), new(num_splits)  # noqa: E741
     # The interpreter's own float32 -> bfloat16 truncates.
     out, lse = new(e, dtype=torch.float32 if INTERPRETED else q.dtype), new()
-    parts = new(num_parts).fill_(-torch.inf) if page_lse else None
+    parts = new(slots, parts_of_page).fill_(-torch.inf) if page_lse else None
     # The kernel walks its integer arguments as dense arrays.
     pages, counts, starts = (x if x is None else x.contiguous() for x in (pages, counts, starts))
-    table = None if table is None else table.expand(rows, -1).contiguous()
+    table = None if block_table is None else block_table.expand(rows, -1).contiguous()
     k_strides, v_strides = (
         (x.stride(0) if table is not None or len(x) > 1 else 0, *x.stride()[1:]) for x in (k, v)
     )
     with torch.cuda.device_of(q):
         attend_split_kernel[(rows, lists, num_splits)](
             *(q, k, v, pages, counts, starts, lengths.contiguous(), table, acc, m, l, parts),
-            *(float(scale), num_tokens, slots, num_splits, num_parts),
+            *(float(scale), num_tokens, slots, num_splits, slots * parts_of_page),
             *(0 if table is None else table.shape[1], *q.stride(), *k_strides, *v_strides),
             D=d,
             E=e,
@@ -93,9 +93,9 @@ def sparse_decode_triton(
             BLOCK_E=32,
             enable_fp_fusion=True,
         )
-    if parts is None:
-        return out.to(q.dtype), lse, None
-    return out.to(q.dtype), lse, parts.unflatten(2, (slots, page_size // part)).logsumexp(-1)
+    if parts is not None:
+        parts = parts.squeeze(3) if parts_of_page == 1 else parts.logsumexp(3)
+    return out.to(q.dtype), lse, parts
 
 
 def tile_tokens(bytes_per_token: int) -> int:

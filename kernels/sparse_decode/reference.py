@@ -82,4 +82,4 @@ def per_kv_head(x_BGMI: Tensor, y_BGIJ: Tensor) -> Tensor:
 def gather_blocks(pool: Tensor, block_table_BC: Tensor) -> Tensor:
     """A pool [num_blocks, G, block_size, D] as a contiguous cache [B, G, C · block_size, D]."""
     blocks = pool[block_table_BC.long().clamp(0, len(pool) - 1)]  # unused entries hold anything
-    return blocks.transpose(1, 2).flatten(2, 3)
+    return blocks.transpose(1, 2).flatten(2, 3).contiguous()

@@ -1,0 +1,96 @@
+"""The headline as an HTML table: every policy and budget, sortable, readable without scripts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+COLUMNS = (
+    ("policy", "Policy", ""),
+    ("budget_tokens", "Budget", "tokens"),
+    ("recall", "Recall", "share of mass"),
+    ("contested", "Contested", "share of the rest"),
+    ("output_error", "Output error", "relative L2"),
+    ("tokens_read", "Tokens read", "per KV head"),
+    ("model_read_fraction", "Model KV read", "% of dense"),
+    ("bytes_kv", "KV", "KiB per head"),
+    ("bytes_metadata", "Metadata", "KiB per head"),
+    ("n", "n", "prompts"),
+    ("unmeasured", "Unmeasured", "rows"),
+)
+
+
+def headline_table(facts: Mapping[str, Any], index: int) -> str:
+    """A sortable table of every policy and budget; readable without scripts."""
+    head = "".join(
+        f'<th scope="col" data-key="{key}"><button type="button">{label}'
+        f"<small>{unit}</small></button></th>"
+        for key, label, unit in COLUMNS
+    )
+    dark = {p["label"]: p for p in facts["policies"]}
+    body = "\n".join(headline_line(line, dark[line["policy"]]) for line in facts["headline"])
+    return (
+        f'<table class="headline" data-setting="{index}"{" hidden" if index else ""}>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def headline_line(line: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
+    tag = "" if policy["realisable"] else ' <span class="tag">not realisable</span>'
+    swatch = f'<i class="swatch" style="--light:{policy["light"]};--dark:{policy["dark"]}"></i>'
+    recall = (
+        f'<span class="bar" style="--share:{100 * line["recall"]:.2f}%"></span>'
+        f"{number(line['recall'], '.3f')}{plus_minus(line.get('recall_se'))}"
+    )
+    cells = {
+        "policy": f"{swatch}{html.escape(line['policy'])}{tag}",
+        "budget_tokens": number(line["budget_tokens"], ",.0f", "any"),
+        "recall": recall,
+        "contested": number(line["contested"], ".3f") + plus_minus(line.get("contested_se")),
+        "output_error": number(line["output_error"], ".3f")
+        + plus_minus(line.get("output_error_se")),
+        "tokens_read": number(line["tokens_read"], ",.0f"),
+        "model_read_fraction": read_share(line),
+        "bytes_kv": number(line["bytes_kv"] / 1024, ",.1f"),
+        "bytes_metadata": number(line["bytes_metadata"] / 1024, ",.1f"),
+        "n": str(line["n"]),
+        "unmeasured": unmeasured(line),
+    }
+    sort = {**line, "unmeasured": line["nan_recall"] + line["nan_contested"]}
+    tds = "".join(
+        f'<td data-key="{key}" data-sort="{html.escape(sort_key(sort[key]))}">{cells[key]}</td>'
+        for key, _, _ in COLUMNS
+    )
+    budget = "" if pd.isna(line["budget_tokens"]) else f"{line['budget_tokens']:.0f}"
+    return f'<tr data-budget="{budget}">{tds}</tr>'
+
+
+def number(value: float, form: str, missing: str = "n/a") -> str:
+    return f'<span class="none">{missing}</span>' if pd.isna(value) else format(value, form)
+
+
+def plus_minus(error: float | None) -> str:
+    return "" if error is None or pd.isna(error) else f' <span class="se">± {error:.3f}</span>'
+
+
+def read_share(line: Mapping[str, Any]) -> str:
+    if pd.isna(line["model_read_fraction"]):
+        kv = line["model_kv_fraction"]
+        return f'<span class="none" title="KV alone, choosing not counted">({kv:.1%})</span>'
+    return f"{line['model_read_fraction']:.1%}"
+
+
+def unmeasured(line: Mapping[str, Any]) -> str:
+    parts = [
+        f"{name} {line[key]} of {line['rows']}"
+        for name, key in (("recall", "nan_recall"), ("contested", "nan_contested"))
+        if line[key]
+    ]
+    return "<br>".join(parts) or "0"
+
+
+def sort_key(value: Any) -> str:
+    return "" if value is None or (isinstance(value, float) and pd.isna(value)) else str(value)

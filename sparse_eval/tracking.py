@@ -1,0 +1,286 @@
+"""A tracker that does nothing, and W&B: never a prompt, never a hang, never the end of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import netrc
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+import pandas as pd
+
+from sparse_eval.columns import frame_of
+from sparse_eval.files import plain, to_json
+from sparse_eval.summarise import split_settings, summarise_recall
+
+if TYPE_CHECKING:
+    from sparse_eval.core import Row
+
+MODES = ("offline", "online", "disabled")
+CURVES = {
+    "recall": "mass",
+    "recall_se": "mass_se",
+    "contested": "contested",
+    "output_error": "output_error",
+    "tokens_read": "tokens_read",
+    "model_read_fraction": "model_read_fraction",
+    "model_bytes": "model_bytes",
+}
+"""Column of the summary -> last part of its W&B key, recall/<policy>/<part>."""
+
+
+class Tracker(Protocol):
+    """What a run tells while it goes on; failed: it ended with an error."""
+
+    def log_rows(self, rows: Iterable[Row] | pd.DataFrame) -> None: ...
+    def log_summary(self, summary: Mapping[str, Any]) -> None: ...
+    def log_plots(self, paths: Iterable[Path]) -> None: ...
+    def finish(self, *, failed: bool = False) -> None: ...
+
+
+class NoTracker:
+    """Everything stays in the run's folder."""
+
+    def log_rows(self, rows: Iterable[Row] | pd.DataFrame) -> None:
+        pass
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        pass
+
+    def log_plots(self, paths: Iterable[Path]) -> None:
+        pass
+
+    def finish(self, *, failed: bool = False) -> None:
+        pass
+
+
+def make_tracker(
+    tracking: Mapping[str, Any],
+    *,
+    config: Mapping[str, Any],
+    folder: Path,
+    task: str,
+    say: Callable[[str], None] = print,
+) -> Tracker:
+    """The tracker that a file of conf/tracking/ asks for. config: the resolved config as plain
+    mappings and lists. Raises ValueError for names and modes that do not exist."""
+    name = tracking.get("name")
+    if name == "none":
+        return NoTracker()
+    if name != "wandb":
+        raise ValueError(f"tracking must be one of none, wandb, got {name!r}")
+    check_wandb(tracking)
+    return WandbTracker(tracking, config=config, folder=Path(folder), task=task, say=say)
+
+
+def check_wandb(tracking: Mapping[str, Any]) -> None:
+    if tracking["mode"] not in MODES:
+        raise ValueError(
+            f"tracking.mode must be one of {', '.join(MODES)}, got {tracking['mode']!r}"
+        )
+    for key in ("init_timeout", "finish_timeout"):
+        if not isinstance(tracking[key], int | float) or tracking[key] <= 0:
+            raise ValueError(f"tracking.{key} must be seconds > 0, got {tracking[key]!r}")
+
+
+class WandbTracker:
+    """One W&B run. What goes wrong in W&B is said once, and the work goes on without it."""
+
+    def __init__(
+        self,
+        tracking: Mapping[str, Any],
+        *,
+        config: Mapping[str, Any],
+        folder: Path,
+        task: str,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.say = say
+        self.run: Any = None
+        options = {
+            "project": tracking["project"],
+            "entity": tracking["entity"],
+            "group": tracking["group"] or folder.parent.name,
+            "tags": list(tracking["tags"]),
+            "name": folder.name,
+            "job_type": task,
+            "config": plain(config),
+            "id": run_id(config),
+            "dir": str(folder),
+        }
+        with self.guard("start"):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._start(tracking["mode"], options, tracking)
+
+    def _start(self, mode: str, options: dict[str, Any], tracking: Mapping[str, Any]) -> None:
+        if mode == "online" and not has_key():
+            self.say("W&B: no API key found, going on offline")
+            mode = "offline"
+        try:
+            self.run = self._init(mode, options, tracking)
+        except Exception as error:
+            if mode != "online":
+                raise
+            self.say(f"W&B: no connection ({first_line(error)}), going on offline")
+            mode = "offline"
+            abandon()
+            self.run = self._init(mode, options, tracking)
+        self.run.define_metric("budget_tokens")
+        self.run.define_metric("recall/*", step_metric="budget_tokens")
+        if mode == "offline":
+            self.say(f"W&B: offline, upload with: wandb sync {Path(self.run.dir).parent}")
+        elif mode == "online":
+            self.say(f"W&B: {self.run.url}")
+
+    def _init(self, mode: str, options: dict[str, Any], tracking: Mapping[str, Any]) -> Any:
+        import wandb
+
+        settings = wandb.Settings(
+            init_timeout=tracking["init_timeout"],
+            finish_timeout=tracking["finish_timeout"],
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+        )
+        # Offline runs have nothing to resume from; without finish_previous a second init in one
+        # process would return the first run, with its config.
+        options = options | {"mode": mode, "resume": "allow" if mode == "online" else None}
+        return wandb.init(**options, reinit="finish_previous", settings=settings)
+
+    @contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """A failure inside ends W&B's part, with one warning, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            text = f"W&B could not {what} ({first_line(error)}): the run goes on without it"
+            warnings.warn(text, stacklevel=3)
+            self.run = None
+
+    def log_rows(self, rows: Iterable[Row] | pd.DataFrame) -> None:
+        """The rows as a table, and recall/<policy>/… over budget_tokens. A resumed run that
+        already holds these rows gets nothing twice."""
+        with self.guard("log the rows"):
+            if self.run is None:
+                return
+            frame = frame_of(rows)
+            digest = hashlib.sha256(frame.to_csv().encode()).hexdigest()
+            if self.run.summary.get("rows_digest") == digest:
+                return
+            self._log_table(frame)
+            for name, part in split_settings(frame).items():
+                self._log_curves(summarise_recall(part), f" [{name}]" if name else "")
+            self.run.summary["rows_digest"] = digest
+
+    def _log_table(self, frame: pd.DataFrame) -> None:
+        import wandb
+
+        lines: list[Any] = [
+            [cell(value) for value in line] for line in frame.itertuples(index=False)
+        ]
+        self.run.log({"rows": wandb.Table(columns=list(frame.columns), data=lines)})  # type: ignore[attr-defined]
+
+    def _log_curves(self, table: pd.DataFrame, setting: str) -> None:
+        for budget in table["budget_tokens"].astype(float).unique():
+            lines = table[
+                table["budget_tokens"].fillna(-1) == (-1 if math.isnan(budget) else budget)
+            ]
+            values = {
+                f"recall/{line['policy']}{setting}/{part}": line[column]
+                for line in lines.to_dict("records")
+                for column, part in CURVES.items()
+                if not math.isnan(line[column])
+            }
+            if not math.isnan(budget):
+                self.run.log({"budget_tokens": int(budget), **values})
+            at = "adaptive" if math.isnan(budget) else f"{budget:.0f}"
+            self.run.summary.update({f"{key}/{at}": value for key, value in values.items()})
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Numbers and texts of summary.json, nested names joined by /; no lists, no config."""
+        with self.guard("log the summary"):
+            if self.run is not None:
+                told = {k: v for k, v in summary.items() if k != "config"}
+                self.run.summary.update(dict(scalars(plain(told))))
+
+    def log_plots(self, paths: Iterable[Path]) -> None:
+        """Pictures as plots/<name>, pages as one artifact."""
+        with self.guard("log the plots"):
+            if self.run is None:
+                return
+            import wandb
+
+            paths = [Path(path) for path in paths]
+            pictures = [path for path in paths if path.suffix == ".png"]
+            if pictures:
+                self.run.log({f"plots/{p.stem}": wandb.Image(str(p)) for p in pictures})
+            pages = [path for path in paths if path.suffix == ".html"]
+            if pages:
+                artifact = wandb.Artifact(f"report-{self.run.id}", type="report")
+                for page in pages:
+                    artifact.add_file(str(page), policy="immutable")
+                self.run.log_artifact(artifact)
+
+    def finish(self, *, failed: bool = False) -> None:
+        with self.guard("finish"):
+            if self.run is not None:
+                self.run.finish(exit_code=int(failed))
+        self.run = None
+
+
+def abandon() -> None:
+    """Ends W&B's service and with it the half-started run, whose id would else stay taken."""
+    import wandb
+
+    wandb.teardown(exit_code=1)  # type: ignore[attr-defined]
+
+
+def run_id(config: Mapping[str, Any]) -> str:
+    """The same config is the same W&B run, whenever and wherever it runs again."""
+    text = json.dumps(plain(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def scalars(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested mappings as (a/b/c, value), lists left out."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from scalars(inner, f"{name}/{key}" if name else key)
+    elif value is not None and not isinstance(value, list):
+        yield name, value
+
+
+def has_key() -> bool:
+    """Whether W&B would find credentials by itself: environment or netrc. It must never ask."""
+    import wandb
+
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    base_url = wandb.setup().settings.base_url  # type: ignore[attr-defined]
+    hosts = {urlsplit(base_url).netloc, "api.wandb.ai"}
+    given = os.environ.get("NETRC")
+    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            known = netrc.netrc(str(path))
+        except (OSError, netrc.NetrcParseError):
+            continue
+        if any(known.authenticators(host) for host in hosts):
+            return True
+    return False
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def cell(value: Any) -> Any:
+    """A value that a W&B table can hold."""
+    return to_json(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -1,0 +1,129 @@
+"""Every shipped policy keeps the contract, and every promise of it can be broken."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from sparse_eval.check import build, check_policy, main, name_of
+from sparse_eval.policy_contract import BEHAVIOUR_CHECKS, SELECTION_CHECKS
+from tests import broken_policies
+from tests.broken_policies import HeavyHitters, NearTheBest, broken
+
+CONF = Path(__file__).parent.parent / "conf" / "policy"
+SHARED = {"page_size": 16, "sink_pages": 1, "local_pages": 2, "seed": 0}
+YAMLS = sorted(p.stem for p in CONF.glob("*.yaml") if p.stem != "external")
+VARIANTS = [
+    ("quest", {"group": "sum"}),
+    ("quest", {"group": "softmax_sum"}),
+    ("quest", {"group": "per_head"}),
+    ("quest", {"metadata_dtype": "float32"}),
+    ("oracle", {"per_head": True}),
+    ("snapkv", {"pooling": "max", "kernel_size": 3, "window": 8}),
+    ("window", {"page_size": 1, "sink_pages": 4, "local_pages": 1}),
+]
+
+
+def from_yaml(name: str, fixed: dict, **fields):
+    config = OmegaConf.merge(SHARED, {"policy": OmegaConf.load(CONF / f"{name}.yaml")}).policy
+    return instantiate(config, **fields | fixed)
+
+
+def faults(results) -> list[str]:
+    assert len(results) == 1 + len(SELECTION_CHECKS) + len(BEHAVIOUR_CHECKS)
+    return [str(r) for r in results if r.outcome == "failed"]
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_every_shipped_policy_keeps_the_contract(name):
+    assert not faults(check_policy(partial(from_yaml, name, {})))
+
+
+@pytest.mark.parametrize(("name", "fixed"), VARIANTS)
+def test_their_options_keep_it_too(name, fixed):
+    assert not faults(check_policy(partial(from_yaml, name, fixed)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", YAMLS)
+def test_on_a_gpu_as_well(name):
+    assert not faults(check_policy(partial(from_yaml, name, {}), "cuda"))
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_a_yaml_lists_every_field_and_shares_the_runs_pages(name):
+    config = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    assert set(config) - {"_target_"} == set(from_yaml(name, {}).config())
+    for field in ("page_size", "sink_pages", "local_pages"):
+        assert config[field] == f"${{{field}}}"
+
+
+def test_external_names_a_target_and_its_own_fields():
+    config = OmegaConf.to_container(OmegaConf.load(CONF / "external.yaml"))
+    assert set(config) == {"target", "config", "page_size", "sink_pages", "local_pages"}
+
+
+@pytest.mark.parametrize("policy", [HeavyHitters, NearTheBest])
+def test_policies_with_history_and_without_budget_keep_the_contract(policy):
+    assert not faults(check_policy(policy))
+
+
+@pytest.mark.parametrize("policy", broken(), ids=lambda p: p.__name__)
+def test_a_broken_policy_is_caught_by_the_promise_it_breaks(policy):
+    failed = {r.name: r.detail for r in check_policy(policy) if r.outcome == "failed"}
+    assert policy.promise in failed
+    assert len(failed[policy.promise]) > 20
+
+
+def test_every_promise_is_broken_by_some_policy():
+    names = {name_of(check) for check in (*SELECTION_CHECKS, *BEHAVIOUR_CHECKS)}
+    assert {p.promise for p in broken()} == names | {"select runs on every shape"}
+
+
+def test_a_dropped_page_is_named():
+    failed = check_policy(broken_policies.ForgetsTheCurrentPage)
+    (line,) = [str(r) for r in failed if r.name == "current page is read"]
+    assert "page_size 4" in line and "its current page is" in line
+
+
+def test_command_line_prints_a_line_a_promise_and_returns_0(capsys):
+    assert main(["sparse_eval.policies.quest.Quest", "group=sum"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(SELECTION_CHECKS) + len(BEHAVIOUR_CHECKS)
+    assert lines[-1].endswith("0 failed, 2 do not apply")
+
+
+def test_command_line_returns_1_for_a_broken_policy(capsys):
+    assert main(["tests.broken_policies.ReadsOnePageMore"]) == 1
+    assert "failed  budget is kept: page_size 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["nowhere.Policy"], "cannot import nowhere.Policy: ModuleNotFoundError"),
+        (["sparse_eval.policies.quest.Qest"], "cannot import sparse_eval.policies.quest.Qest"),
+        (["Quest"], "target must be an import path such as mypkg.MyPolicy, got 'Quest'"),
+        (["torch.Tensor"], "torch.Tensor is no subclass of sparse_eval.policies.base.Policy"),
+        (["sparse_eval.policies.quest.Quest", "grup=sum"], "does not take these fields"),
+        (["sparse_eval.policies.quest.Quest", "group=avg"], "group must be one of max, sum"),
+        (["sparse_eval.policies.quest.Quest", "page_size=0"], "page_size must be an integer >= 1"),
+        (["sparse_eval.policies.quest.Quest", "sum"], "fields are given as field=value, got 'sum'"),
+        (["sparse_eval.policies.quest.Quest", "--device", "abc"], "device must be auto, cpu, cuda"),
+    ],
+)
+def test_command_line_returns_2_and_one_line_for_a_bad_target(words, line, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1
+
+
+def test_fixed_fields_win_over_those_the_checks_vary():
+    fixed = partial(build, "sparse_eval.policies.quest.Quest", {"page_size": 7})
+    assert fixed(page_size=4, sink_pages=3).config() | {"page_size": 7, "sink_pages": 3} == (
+        fixed(sink_pages=3).config()
+    )
