@@ -11,7 +11,7 @@ from typing import Any
 from sparse_eval.budgets import Budget, parse_budget, resolve_budget
 from sparse_eval.policies.base import Policy
 
-TASKS = ("recall",)
+TASKS = ("recall", "needle", "fidelity")
 QUERIES = ("greedy", "text")
 KEYS = (
     "model policy prompts task protocol tracking compare budget page_size sink_pages local_pages "
@@ -30,7 +30,8 @@ class NamedPolicy:
 
 @dataclass(frozen=True)
 class Settings:
-    """A validated run. Budgets are in tokens; device, dtype and backend are resolved names."""
+    """A validated run. Budgets are in tokens, budgets_asked as given (fractions of a prompt's length
+    too); device, dtype and backend are resolved names."""
 
     task: dict[str, Any]
     model: dict[str, Any]
@@ -39,6 +40,7 @@ class Settings:
     tracking: dict[str, Any]
     policies: tuple[NamedPolicy, ...]
     budgets: tuple[int, ...]
+    budgets_asked: tuple[Budget, ...]
     context: int
     queries: str
     dense_layers: tuple[int, ...]

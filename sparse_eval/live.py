@@ -28,7 +28,7 @@ NUM_PROMPT_QUERIES = 64
 HEADROOM_TOKENS = 256
 
 OnSelect = Callable[[AttentionCall, Selection], None]
-"""What a policy was asked, and what it chose: keep references, wait for nothing."""
+"""Sees what a policy was asked and what it chose. Keep nothing large, wait for nothing."""
 
 
 @contextmanager

@@ -15,8 +15,10 @@ from sparse_eval import config
 from sparse_eval.compose import Composer
 from sparse_eval.config import NamedPolicy, Settings
 from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
-from sparse_eval.models import default_model_cache, model_info
+from sparse_eval.models import model_info
+from sparse_eval.needle.config import needle_config
 from sparse_eval.policies.base import Policy
+from sparse_eval.store import user_cache
 
 SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
 
@@ -27,18 +29,15 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     check_keys(cfg)
     model = model_info(cfg["model"])
     context = config.integer(cfg, "context", 2)
-    steps = config.integer(cfg["task"], "steps", 1)
     config.integer(cfg["task"], "prompt_queries", 2)
-    config.check_context(context, model.max_context, steps, model.name)
-    config.integer(cfg["prompts"], "n", 1)
+    num_prompts = config.integer(cfg["prompts"], "n", 1)
+    asked = config.budgets(cfg["budget"])
     device = resolve_device(config.text(cfg, "device"))
     dtype = str(resolve_dtype(config.text(cfg, "dtype"), device)).removeprefix("torch.")
     policies = policies_of(composer, overrides, cfg)
-    if cfg["protocol"]["name"] != "decode":
-        raise ValueError(
-            "protocol must be decode for task=recall, which has no question apart from its context, "
-            f"got {cfg['protocol']['name']!r}"
-        )
+    for tokens, steps in prompt_lengths(cfg, context, num_prompts):
+        config.check_context(tokens, model.max_context, steps, model.name)
+        config.token_budgets(asked, tokens, policies)
     return Settings(
         task=cfg["task"],
         model=cfg["model"],
@@ -46,7 +45,8 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
         protocol=cfg["protocol"],
         tracking=cfg["tracking"],
         policies=policies,
-        budgets=config.token_budgets(config.budgets(cfg["budget"]), context, policies),
+        budgets=config.token_budgets(asked, context, policies),
+        budgets_asked=asked,
         context=context,
         queries=config.one_of(cfg, "queries", config.QUERIES),
         dense_layers=config.layer_indices(cfg["dense_layers"], model.num_layers),
@@ -56,10 +56,24 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
         seed=config.integer(cfg, "seed", 0),
         name=config.text(cfg, "name"),
         cache_dir=Path(config.text(cfg, "cache_dir")),
-        model_cache=Path(cfg["model_cache"] or default_model_cache()).expanduser(),
+        model_cache=Path(cfg["model_cache"] or user_cache()).expanduser(),
         cache_prefill=config.flag(cfg, "cache_prefill"),
         verbose=config.integer(cfg, "verbose", 0),
     )
+
+
+def prompt_lengths(cfg: Mapping[str, Any], context: int, n: int) -> list[tuple[int, int]]:
+    """Prompt lengths and the decode steps after each, in tokens; the task's own keys checked."""
+    task, protocol = cfg["task"], cfg["protocol"]["name"]
+    if task["name"] == "needle":
+        needle = needle_config(task, context=context, n=n, protocol=protocol)
+        return [(tokens, needle.most_new_tokens) for tokens in needle.contexts]
+    if protocol != "decode":
+        raise ValueError(
+            f"protocol must be decode for task={task['name']}, which has no question apart from its "
+            f"context, got {protocol!r}"
+        )
+    return [(context, config.integer(task, "steps", 1))]
 
 
 def check_keys(cfg: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ from sparse_eval.prompts import Prompt, make_prompts
 from sparse_eval.provenance import code_hash, version_of
 from sparse_eval.results import SCHEMA, CellStore, cell_key
 
-
 NUMERIC_PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers")
 
 
