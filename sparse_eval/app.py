@@ -83,7 +83,7 @@ def announce(settings: Settings, progress: Progress) -> None:
         f"device    {settings.device} ({describe_device(settings.device)}), {settings.dtype}, "
         f"{settings.backend} backend\n"
         f"prompts   {settings.prompts['n']} × {settings.context:,} tokens from "
-        f"{settings.prompts['name']}, {settings.task['steps']} decode steps each\n"
+        f"{settings.prompts['source']}, {settings.task['steps']} decode steps each\n"
         f"policies  {', '.join(n.label for n in settings.policies)}\n"
         f"budgets   {budgets} tokens of {settings.context:,}\n"
         f"cost      {settings.prompts['n']} prefills at most, {cells} cells"
@@ -104,7 +104,7 @@ def summarise(
         "command": "python -m sparse_eval " + " ".join(overrides),
         "headline": json.loads(headline.to_json(orient="records")),
         "config": config_record(settings),
-        "replay_error": replay_errors,
+        "replay_error": {str(sample): error for sample, error in replay_errors.items()},
         "provenance": provenance(
             device=settings.device, backend=settings.backend, dtype=settings.dtype
         ),
@@ -132,7 +132,7 @@ def print_results(rows: list[Row], settings: Settings, progress: Progress) -> No
     dense = ", ".join(map(str, settings.dense_layers)) or "none"
     grid = Table(
         title=f"Attention-mass recall, {model_info(settings.model).title}, "
-        f"{settings.context:,} tokens of {settings.prompts['name']}, page {rows[0]['page_size']}",
+        f"{settings.context:,} tokens of {settings.prompts['source']}, page {rows[0]['page_size']}",
         caption=f"mean over layers (dense, not counted: {dense}), KV heads, queries and "
         f"n = {settings.prompts['n']} prompts; in brackets: the share found of the mass that "
         "the forced pages (sinks, local) do not hold",

@@ -68,7 +68,9 @@ def given_folder(cfg: Mapping[str, Any]) -> Path:
     if not folder.is_dir():
         raise ValueError(f"model.path must be a folder, got {folder} (no such folder)")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model.path must be a checkpoint's folder, but {folder} has no config.json")
+        raise ValueError(
+            f"model.path must be a checkpoint's folder, but {folder} has no config.json"
+        )
     if not weight_files(folder):
         raise ValueError(
             f"model.path must hold all of a checkpoint's weights, but {folder} has neither a whole "
@@ -143,5 +145,3 @@ def convert(gguf: Path, folder: Path) -> None:
         reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
         raise ValueError(f"{gguf} cannot be converted: {reason}")
     log.info("converted %s in %.0f s", gguf.name, time.perf_counter() - started)
-
-

@@ -62,8 +62,8 @@ ALL_COLUMNS = tuple(
 
 TEXT = frozenset(
     names(
-        "task sample prompt_hash prompts model revision weights policy policy_config protocol backend"
-        " device dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
+        "task sample prompt_hash prompts model revision weights policy policy_config protocol"
+        " backend device dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
         " loglikelihood_mode what baseline"
     )
 )

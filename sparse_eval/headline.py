@@ -19,7 +19,7 @@ COLUMNS = (
     ("bytes_kv", "KV", "KiB per head"),
     ("bytes_metadata", "Metadata", "KiB per head"),
     ("n", "n", "prompts"),
-    ("unmeasured", "Unmeasured", "rows"),
+    ("unmeasured", "Unmeasured", "contested, rows"),
 )
 
 
@@ -46,8 +46,10 @@ def headline_line(line: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
         f"{number(line['recall'], '.3f')}{plus_minus(line.get('recall_se'))}"
     )
     cells = {
-        "policy": f"{swatch}{html.escape(line['policy'])}{tag}",
-        "budget_tokens": number(line["budget_tokens"], ",.0f", "any"),
+        "policy": f"{swatch}{breakable(line['policy'])}{tag}",
+        "budget_tokens": number(
+            line["budget_tokens"], ",.0f", "any" if policy["readsAll"] else "adaptive"
+        ),
         "recall": recall,
         "contested": number(line["contested"], ".3f") + plus_minus(line.get("contested_se")),
         "output_error": number(line["output_error"], ".3f")
@@ -68,6 +70,11 @@ def headline_line(line: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
     return f'<tr data-budget="{budget}">{tds}</tr>'
 
 
+def breakable(label: str) -> str:
+    """A policy's label that may break between its fields."""
+    return html.escape(label).replace(":", ":<wbr>").replace(",", ",<wbr>")
+
+
 def number(value: float, form: str, missing: str = "n/a") -> str:
     return f'<span class="none">{missing}</span>' if pd.isna(value) else format(value, form)
 
@@ -84,12 +91,9 @@ def read_share(line: Mapping[str, Any]) -> str:
 
 
 def unmeasured(line: Mapping[str, Any]) -> str:
-    parts = [
-        f"{name} {line[key]} of {line['rows']}"
-        for name, key in (("recall", "nan_recall"), ("contested", "nan_contested"))
-        if line[key]
-    ]
-    return "<br>".join(parts) or "0"
+    """Rows without contested recall; rows without recall, a rarer thing, on their own line."""
+    recall = f"<small>recall {line['nan_recall']}</small>" if line["nan_recall"] else ""
+    return (f"{line['nan_contested']} of {line['rows']}" if line["nan_contested"] else "0") + recall
 
 
 def sort_key(value: Any) -> str:

@@ -1,8 +1,9 @@
-"""Model-hub checkpoints as local folders; a hub that cannot be reached is one line within seconds."""
+"""Hub checkpoints as local folders; a hub that cannot be reached is one line within seconds."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import ssl
@@ -19,7 +20,13 @@ OFFLINE_CHOICES = (
     "model=gguf model.path=FILE, or a filled HF_HOME with HF_HUB_OFFLINE=1"
 )
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "spiece.model",
+    "tekken.json",
+)
 
 
 def check_repo(repo: object) -> str:
@@ -102,35 +109,56 @@ def snapshot(repo: str, revision: str | None) -> Path:
     if have is not None and (pinned or is_offline()):
         return have
     if is_offline():
-        raise Unavailable(f"{_at(repo, revision)} is not in the local hub cache and HF_HUB_OFFLINE is set; {OFFLINE_CHOICES}")
+        raise Unavailable(
+            f"{_at(repo, revision)} is not in the local hub cache and HF_HUB_OFFLINE is set; "
+            + OFFLINE_CHOICES
+        )
     if not is_reachable():
         if have is not None:
             return have
-        raise Unavailable(f"cannot reach the model hub {endpoint()} for {_at(repo, revision)}, and it is not in the local cache; {OFFLINE_CHOICES}")
+        raise Unavailable(
+            f"cannot reach the model hub {endpoint()} for {_at(repo, revision)}, "
+            f"and it is not in the local cache; {OFFLINE_CHOICES}"
+        )
     return _download(repo, revision)
 
 
 def _download(repo: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
+    for client in ("httpx", "httpx2"):
+        logging.getLogger(client).setLevel(logging.WARNING)  # else a line per request
     try:
-        info = HfApi().model_info(repo, revision=revision, timeout=20)
+        info = HfApi(endpoint()).model_info(repo, revision=revision, timeout=20)
         files = wanted_files([file.rfilename for file in info.siblings or []])
         if not files:
             raise Unavailable(f"{_at(repo, revision)} holds no safetensors or .bin weights to load")
-        return Path(snapshot_download(repo, revision=info.sha, allow_patterns=files))
+        # by name, so that the cache learns which commit the name stands for
+        return Path(
+            snapshot_download(repo, revision=revision, allow_patterns=files, endpoint=endpoint())
+        )
     except GatedRepoError:
-        raise Unavailable(f"{repo} is gated: accept its licence on the hub and set HF_TOKEN") from None
+        raise Unavailable(
+            f"{repo} is gated: accept its licence on the hub and set HF_TOKEN"
+        ) from None
     except RevisionNotFoundError:
         raise Unavailable(f"{repo} has no revision {revision} on the hub") from None
     except RepositoryNotFoundError:
-        raise Unavailable(f"{repo} is not on the hub, or is private and HF_TOKEN is not set") from None
+        raise Unavailable(
+            f"{repo} is not on the hub, or is private and HF_TOKEN is not set"
+        ) from None
     except Unavailable:
         raise
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise Unavailable(f"the hub failed for {_at(repo, revision)}: {first_line}; {OFFLINE_CHOICES}") from error
+        raise Unavailable(
+            f"the hub failed for {_at(repo, revision)}: {first_line}; {OFFLINE_CHOICES}"
+        ) from error
 
 
 def wanted_files(names: list[str]) -> list[str]:

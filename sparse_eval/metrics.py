@@ -1,6 +1,7 @@
 """What a selection held of the dense softmax, as pure functions of tensors.
 
-All take float tensors over T queries and H = G·M heads and return one number per KV head [G].
+T queries and H = G·M heads stand last but for named axes; any axes before them (layers) are kept.
+Results are float64 per KV head: [..., G].
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ def mass(lse_selected_TH: Tensor, lse_dense_TH: Tensor) -> Tensor:
 
 
 def mean_per_kv_head(x_TH: Tensor, num_kv_heads: int) -> Tensor:
-    return x_TH.unflatten(1, (num_kv_heads, -1)).mean((0, 2))
+    return x_TH.double().unflatten(-1, (num_kv_heads, -1)).mean((-3, -1))
 
 
 def p10_per_kv_head(x_TH: Tensor, num_kv_heads: int) -> Tensor:
     """The 10th percentile over queries and the group's heads."""
-    per_head = x_TH.unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1)
-    return per_head.quantile(0.1, dim=1)
+    x_GTM = x_TH.double().unflatten(-1, (num_kv_heads, -1)).transpose(-3, -2)
+    return x_GTM.flatten(-2).quantile(0.1, dim=-1)
 
 
 def contested(recall_G: Tensor, forced_G: Tensor) -> Tensor:
@@ -35,21 +36,20 @@ def contested(recall_G: Tensor, forced_G: Tensor) -> Tensor:
 
 def output_error(out_THE: Tensor, dense_THE: Tensor, num_kv_heads: int) -> Tensor:
     """√Σ‖o − o_dense‖² / √Σ‖o_dense‖², sums over queries and the group's heads."""
-    error = (out_THE.double() - dense_THE.double()).square().sum(-1)
-    size = dense_THE.double().square().sum(-1)
-    return (_sum_G(error, num_kv_heads) / _sum_G(size, num_kv_heads)).sqrt()
+    dense = dense_THE.double()
+    error_TH = (out_THE.double() - dense).square().sum(-1)
+    size_TH = dense.square().sum(-1)
+    return (mean_per_kv_head(error_TH, num_kv_heads) / mean_per_kv_head(size_TH, num_kv_heads)).sqrt()
 
 
-def _sum_G(x_TH: Tensor, num_kv_heads: int) -> Tensor:
-    return x_TH.unflatten(1, (num_kv_heads, -1)).sum((0, 2))
-
-
-def page_overlap(chosen_TSP: Tensor, mass_TSP: Tensor, current_TP: Tensor) -> Tensor:
-    """|chosen ∩ oracle| / |chosen|, the oracle's set being as large and holding the current page.
-
-    chosen_TSP: bool. mass_TSP: the dense mass of each page for each list. Mean over T: [S]."""
+def page_ranks(mass_TSP: Tensor, current_TP: Tensor) -> Tensor:
+    """Each page's place when a list's pages are ordered by dense mass, the current page first."""
     ranked = mass_TSP.masked_fill(current_TP[:, None], torch.inf)
-    rank = ranked.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+    return ranked.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+
+
+def page_overlap(chosen_TSP: Tensor, ranks_TSP: Tensor) -> Tensor:
+    """|chosen ∩ oracle| / |chosen|, the oracle reading as many pages. Mean over T: [..., S]."""
     count = chosen_TSP.sum(-1, keepdim=True)
-    shared = (chosen_TSP & (rank < count)).sum(-1)
-    return (shared / count[..., 0].clamp_min(1)).double().mean(0)
+    shared = (chosen_TSP & (ranks_TSP < count)).sum(-1)
+    return (shared / count[..., 0].clamp_min(1)).double().mean(-2)

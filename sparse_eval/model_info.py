@@ -1,4 +1,4 @@
-"""ModelInfo: what is known of a model before its weights are loaded, from a yaml, a config, a file."""
+"""ModelInfo: what is known of a model before its weights: from a yaml, a config, a header."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def facts_of_config(config: Any) -> dict[str, Any]:
 
 
 def weights_label(config: Any) -> str | None:
-    """How a checkpoint says its weights are stored: "bf16", "gptq 4-bit"; None where it is silent."""
+    """How its weights are stored, by a checkpoint's config: "bf16", "gptq 4-bit"; None: silent."""
     quantised = getattr(config, "quantization_config", None)
     if quantised:
         as_dict = quantised if isinstance(quantised, dict) else quantised.to_dict()

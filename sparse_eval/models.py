@@ -18,9 +18,9 @@ import torch
 
 from sparse_eval.checkpoint import (
     checkpoint,
+    gguf_sha256,
     given_folder,
     given_gguf,
-    gguf_sha256,
     local_checkpoint,
     source_of,
 )
@@ -84,7 +84,9 @@ def load_model(
         folder = checkpoint(cfg, make_folder(model_cache, "model_cache"))
         model, tokenizer = read_model(folder, dtype), read_tokenizer(folder)
     info = _completed(model_info(cfg), model)
-    return LoadedModel(model.to(device).eval().requires_grad_(False), tokenizer, info, device, dtype)
+    return LoadedModel(
+        model.to(device).eval().requires_grad_(False), tokenizer, info, device, dtype
+    )
 
 
 def local_tokenizer(cfg: Mapping[str, Any], *, model_cache: Path) -> Any | None:
@@ -123,9 +125,10 @@ def read_model(folder: Path, dtype: torch.dtype) -> Any:
     with _one_line(folder), _no_progress_bars():
         from transformers import AutoModelForCausalLM
 
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
+    model, report = loaded
     _refuse_missing(report["missing_keys"], folder)
     return model
 
@@ -146,7 +149,7 @@ def _refuse_missing(names: set[str] | list[str], where: Path) -> None:
 
 
 def _completed(info: ModelInfo, model: Any) -> ModelInfo:
-    """The loaded model's own facts where none were known; ValueError where a yaml says otherwise."""
+    """Its own facts where none were known; ValueError where the configuration says otherwise."""
     found = facts_of_config(model.config)
     for key in SHAPES:
         told = getattr(info, key)
@@ -190,9 +193,10 @@ def write_safetensors(gguf_path: str, folder: str) -> None:
 
     gguf = Path(gguf_path)
     where: dict[str, Any] = {"gguf_file": gguf.name}
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, **where, dtype=torch.float32, output_loading_info=True
     )
+    model, report = loaded
     _refuse_missing(report["missing_keys"], gguf)
     # the loader marks the model as quantised, which cannot be saved; its weights are plain float32
     model.hf_quantizer = None

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from sparse_eval.palette import look_of
-from sparse_eval.summarise import by_layer, recall_rows, summarise_recall
+from sparse_eval.summarise import by_layer, dense_policies, recall_rows, summarise_recall
 
 DPI = 160
 INK, MUTED, GRID = "#1f2933", "#5f6b7a", "#e4e7eb"
@@ -76,8 +76,7 @@ def recall_heatmap(rows: pd.DataFrame, path: Path | str, budget: int | None = No
 
 def without_dense_policies(table: pd.DataFrame) -> pd.DataFrame:
     """Leaves out policies that read everything at every budget, unless there are no others."""
-    reads_all = table.groupby("policy")["density"].min() == 1
-    kept = table[~table["policy"].map(reads_all)]
+    kept = table[~table["policy"].isin(dense_policies(table))]
     return kept if len(kept) else table
 
 
@@ -119,9 +118,10 @@ def draw_lines(axes: Axes, table: pd.DataFrame, x: str) -> None:
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     best_first = table.groupby("policy")["recall"].mean().sort_values(ascending=False).index
+    dense = dense_policies(table)
     for policy in best_first:
         line = table[table["policy"] == policy].sort_values(x)
-        if (line["density"] == 1).all() and x == "read":
+        if policy in dense and x == "read":
             line = line.head(1)
         axes.errorbar(line[x], line["recall"], yerr=error_bars(line), **line_style(policy, line))
     axes.set_ylim(lowest(table), 1.0 + 0.03 * (1 - lowest(table)))

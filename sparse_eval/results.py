@@ -89,7 +89,9 @@ def row_sources(places: list[str | Path]) -> list[Path]:
     """Each folder that holds rows, or file of rows, that the places name; jobs of a sweep too."""
     found: dict[Path, None] = {}
     for place in places:
-        matches = [Path(m) for m in glob.glob(str(place), recursive=True)]
+        # A job's folder may be called 0_budget=[256,512]: names that exist are no patterns.
+        exact = [Path(place)] if Path(place).exists() else []
+        matches = exact or [Path(m) for m in glob.glob(str(place), recursive=True)]
         if not matches:
             raise ValueError(f"nothing at {place}: expected a run folder, a rows file or a glob")
         for match in sorted(matches):

@@ -18,6 +18,7 @@ from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
 from sparse_eval.models import model_info
 from sparse_eval.needle.config import needle_config
 from sparse_eval.policies.base import Policy
+from sparse_eval.prompts import check_prompts
 from sparse_eval.store import user_cache
 
 SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
@@ -30,12 +31,12 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     model = model_info(cfg["model"])
     context = config.integer(cfg, "context", 2)
     config.integer(cfg["task"], "prompt_queries", 2)
-    num_prompts = config.integer(cfg["prompts"], "n", 1)
+    check_prompts(cfg["prompts"])
     asked = config.budgets(cfg["budget"])
     device = resolve_device(config.text(cfg, "device"))
     dtype = str(resolve_dtype(config.text(cfg, "dtype"), device)).removeprefix("torch.")
     policies = policies_of(composer, overrides, cfg)
-    for tokens, steps in prompt_lengths(cfg, context, num_prompts):
+    for tokens, steps in prompt_lengths(cfg, context):
         config.check_context(tokens, model.max_context, steps, model.name)
         config.token_budgets(asked, tokens, policies)
     return Settings(
@@ -62,11 +63,13 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     )
 
 
-def prompt_lengths(cfg: Mapping[str, Any], context: int, n: int) -> list[tuple[int, int]]:
+def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]]:
     """Prompt lengths and the decode steps after each, in tokens; the task's own keys checked."""
     task, protocol = cfg["task"], cfg["protocol"]["name"]
     if task["name"] == "needle":
-        needle = needle_config(task, context=context, n=n, protocol=protocol)
+        needle = needle_config(
+            task, context=context, n=cfg["prompts"]["n"], protocol=protocol
+        )
         return [(tokens, needle.most_new_tokens) for tokens in needle.contexts]
     if protocol != "decode":
         raise ValueError(

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,7 +38,9 @@ def make_folder(folder: Path, key: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{key} must be a folder that can be written, got {folder} ({error.strerror})") from None
+        raise ValueError(
+            f"{key} must be a folder that can be written, got {folder} ({error.strerror})"
+        ) from None
     return folder
 
 
@@ -61,20 +64,20 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def content_hash(path: Path) -> str:
-    """sha256 over the sha256 of each 64 MiB block: every byte counts, every core helps."""
+def checksum(path: Path) -> str:
+    """The CRC-32 of every 64 MiB block, in hex: against damage, not against malice. Several times
+    as fast as sha256, and on several cores: a checkpoint is checked whenever it is loaded."""
 
-    def block_digest(offset: int) -> bytes:
-        digest = hashlib.sha256()
+    def block_crc(offset: int) -> str:
+        crc = 0
         with path.open("rb") as file:
             file.seek(offset)
             for _ in range(BLOCK_BYTES // READ_BYTES):
-                digest.update(file.read(READ_BYTES))
-        return digest.digest()
+                crc = zlib.crc32(file.read(READ_BYTES), crc)
+        return f"{crc:08x}"
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        digests = pool.map(block_digest, range(0, path.stat().st_size, BLOCK_BYTES))
-        return hashlib.sha256(b"".join(digests)).hexdigest()
+        return "".join(pool.map(block_crc, range(0, path.stat().st_size, BLOCK_BYTES)))
 
 
 def build_once(folder: Path, build: Callable[[Path], None], what: str) -> Path:
@@ -98,8 +101,8 @@ def build_once(folder: Path, build: Callable[[Path], None], what: str) -> Path:
             build(partial)
             for path in partial.iterdir():
                 path.chmod(0o644)  # safetensors writes for its user alone
-            hashes = {path.name: content_hash(path) for path in sorted(partial.iterdir())}
-            (partial / MANIFEST).write_text(json.dumps(hashes, indent=1))
+            checksums = {path.name: checksum(path) for path in sorted(partial.iterdir())}
+            (partial / MANIFEST).write_text(json.dumps(checksums, indent=1))
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -107,9 +110,9 @@ def build_once(folder: Path, build: Callable[[Path], None], what: str) -> Path:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether every file of the folder's manifest is there and hashes as it did when written."""
+    """Whether every file of the folder's manifest is there and as it was written."""
     try:
-        hashes = json.loads((folder / MANIFEST).read_text())
-        return bool(hashes) and all(content_hash(folder / n) == h for n, h in hashes.items())
+        checksums = json.loads((folder / MANIFEST).read_text())
+        return bool(checksums) and all(checksum(folder / n) == c for n, c in checksums.items())
     except (OSError, ValueError, AttributeError):
         return False

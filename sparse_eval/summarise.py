@@ -17,6 +17,9 @@ from sparse_eval.columns import fields_of, frame_of, names
 SETTING = names("model revision weights prompts context protocol dense_layers dtype device backend")
 """Rows that differ in one of these answer different questions: never averaged or compared."""
 
+REPEATED = frozenset({"seed"})
+"""Policy fields that only repeat a measurement: averaged, not told apart."""
+
 CELL = ["policy", "budget_tokens"]
 AVERAGED = {
     "recall": "mass_recall",
@@ -62,7 +65,8 @@ def distinct_labels(rows: pd.DataFrame) -> pd.Series:
     labels = {}
     for label, configs in rows.groupby("policy")["policy_config"].unique().items():
         fields = [fields_of(config) for config in configs]
-        differ = [k for k in dict.fromkeys(k for f in fields for k in f) if len_of(fields, k) > 1]
+        keys = dict.fromkeys(k for own in fields for k in own if k not in REPEATED)
+        differ = [k for k in keys if len_of(fields, k) > 1]
         for config, own in zip(configs, fields, strict=True):
             extra = ",".join(f"{k}={own[k]}" for k in differ if k in own)
             joint = "," if ":" in str(label) else ":"
@@ -173,6 +177,12 @@ def model_reads(rows: pd.DataFrame) -> pd.DataFrame:
         }
     )
     return reads.groupby(level=[0, 1], dropna=False, sort=False).mean()
+
+
+def dense_policies(table: pd.DataFrame) -> set[str]:
+    """Policies that read everything at every budget, from a table with policy and density."""
+    least = table.groupby("policy")["density"].min()
+    return set(least.index[least > 1 - 1e-9])
 
 
 def by_layer(rows: pd.DataFrame) -> pd.DataFrame:

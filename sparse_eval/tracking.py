@@ -71,16 +71,18 @@ def make_tracker(
 ) -> Tracker:
     """The tracker that a file of conf/tracking/ asks for. config: the resolved config as plain
     mappings and lists. Raises ValueError for names and modes that do not exist."""
-    name = tracking.get("name")
-    if name == "none":
+    check_tracking(tracking)
+    if tracking["name"] == "none":
         return NoTracker()
-    if name != "wandb":
-        raise ValueError(f"tracking must be one of none, wandb, got {name!r}")
-    check_wandb(tracking)
     return WandbTracker(tracking, config=config, folder=Path(folder), task=task, say=say)
 
 
-def check_wandb(tracking: Mapping[str, Any]) -> None:
+def check_tracking(tracking: Mapping[str, Any]) -> None:
+    """Raises ValueError, with one line, for a tracker or a mode that does not exist."""
+    if tracking.get("name") not in ("none", "wandb"):
+        raise ValueError(f"tracking must be one of none, wandb, got {tracking.get('name')!r}")
+    if tracking["name"] == "none":
+        return
     if tracking["mode"] not in MODES:
         raise ValueError(
             f"tracking.mode must be one of {', '.join(MODES)}, got {tracking['mode']!r}"

@@ -15,7 +15,7 @@ const withError = (x, error) => fixed(x) + (missing(error) ? "" : `\u00a0±\u00a
 const percent = (x) => (missing(x) ? "n/a" : `${(100 * x).toFixed(1)}\u00a0%`);
 const count = (x) => (missing(x) ? "n/a" : Math.round(x).toLocaleString("en-US"));
 const kib = (x) => (missing(x) ? "n/a" : `${(x / 1024).toLocaleString("en-US", { maximumFractionDigits: 1 })} KiB`);
-const tokens = (x) => (missing(x) ? "no budget" : `${count(x)} tokens`);
+const tokens = (x) => (missing(x) ? "adaptive" : `${count(x)} tokens`);
 const prompts = (n) => `n\u00a0=\u00a0${n}\u00a0prompt${n === 1 ? "" : "s"}`;
 
 const METRICS = {

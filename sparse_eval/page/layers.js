@@ -25,7 +25,7 @@ function heat(holder, rows, columns, cellOf, scale) {
   grid.style.gridTemplateColumns = `max-content ${widths.join(" ")}`;
   const every = Math.ceil(columns.length / Math.max(4, Math.floor((holder.clientWidth - 90) / 26)));
   for (const row of rows) {
-    grid.append(element("div", { className: "row-name" }, row.name));
+    grid.append(element("div", { className: "row-name", title: row.name }, row.name));
     for (const column of columns) {
       const { colour, tip, kind = "", click = null } = cellOf(row, column);
       const cell = element(click ? "button" : "div", { className: `cell ${kind}`, "aria-label": tip.replaceAll("\n", ", ") });
@@ -87,11 +87,13 @@ function marginSection() {
   const cells = setting().margins[state.main] ?? [];
   const lost = cells.filter((c) => c.margin < 0), layered = cells.filter((c) => c.layer !== null);
   const lostLayers = layered.filter((c) => c.margin < 0), overall = lost.filter((c) => c.layer === null);
-  const words = overall.map((c) => `${tokens(c.budget_tokens)} (to ${c.rival} at ${tokens(c.rival_budget)}, by ${fixed(-c.margin)})`);
+  const budgets = cells.filter((c) => c.layer === null).length, worst = overall.sort((a, b) => a.margin - b.margin)[0];
   at("losses-sum").textContent = !cells.length
     ? `No realisable policy in these rows reads as little as ${state.main}.`
     : `${state.main} has the lower recall in ${lostLayers.length} of ${layered.length} cells of budget × layer` +
-      (words.length ? `, and in the mean of the layers at ${words.join(", ")}.` : "; in the mean of the layers it is ahead at every budget.");
+      (worst
+        ? `. In the mean of the layers it trails at ${overall.length} of ${budgets} budgets, most at ${tokens(worst.budget_tokens)}: by ${fixed(-worst.margin)} to ${worst.rival} (${tokens(worst.rival_budget)}).`
+        : "; in the mean of the layers it is ahead at every budget.");
   at("margin-heat").hidden = !cells.length;
   if (cells.length) marginHeat(cells);
   losingTable(lost);
@@ -123,9 +125,9 @@ function losingTable(lost) {
     ["read", "Read", `${state.main}, KiB`], ["rival_read", "Read", "rival, KiB"], ["n", "n", "prompts"],
   ];
   const text = {
-    budget_tokens: (c) => count(c.budget_tokens), layer: (c) => (c.layer === null ? "mean" : String(c.layer)), recall: (c) => fixed(c.recall),
+    budget_tokens: (c) => tokens(c.budget_tokens).replace(" tokens", ""), layer: (c) => (c.layer === null ? "mean" : String(c.layer)), recall: (c) => fixed(c.recall),
     rival_recall: (c) => fixed(c.rival_recall), margin: (c) => withError(c.margin, c.margin_se), rival: (c) => c.rival,
-    rival_budget: (c) => count(c.rival_budget), read: (c) => fixed(c.read / 1024, 1), rival_read: (c) => fixed(c.rival_read / 1024, 1), n: (c) => String(c.n),
+    rival_budget: (c) => tokens(c.rival_budget).replace(" tokens", ""), read: (c) => fixed(c.read / 1024, 1), rival_read: (c) => fixed(c.rival_read / 1024, 1), n: (c) => String(c.n),
   };
   const order = [...lost].sort((a, b) => (a.layer !== null) - (b.layer !== null) || a.margin - b.margin);
   const rows = order.map((cell, i) => element("tr", { hidden: !state.all && i >= shown },

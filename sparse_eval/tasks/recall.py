@@ -19,6 +19,7 @@ from sparse_eval.prompts import Prompt, make_prompts
 from sparse_eval.provenance import code_hash, version_of
 from sparse_eval.results import SCHEMA, CellStore, cell_key
 
+
 NUMERIC_PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers")
 
 
@@ -42,7 +43,7 @@ class Recall:
         s = self.settings
         local = None if s.prompts["source"] == "transcripts" else self.local_tokenizer()
         tokenizer = self.loaded.tokenizer if local is None else local
-        with self.progress.stage(f"cutting prompts of {s.context} tokens from {s.prompts['name']}"):
+        with self.progress.stage(f"cutting prompts of {s.context} tokens from {s.prompts['source']}"):
             return self._cut(tokenizer)
 
     def local_tokenizer(self) -> Any | None:
@@ -64,6 +65,8 @@ class Recall:
             extra=s.task["steps"],
             seed=s.seed,
             loaded=self.loaded if s.prompts["source"] == "transcripts" else None,
+            model_cache=s.model_cache,
+            cache_dir=s.cache_dir,
         )
 
     def capture_parts(self, prompt: Prompt) -> dict[str, Any]:
