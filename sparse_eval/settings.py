@@ -67,14 +67,12 @@ def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]
     """Prompt lengths and the decode steps after each, in tokens; the task's own keys checked."""
     task, protocol = cfg["task"], cfg["protocol"]["name"]
     if task["name"] == "needle":
-        needle = needle_config(
-            task, context=context, n=cfg["prompts"]["n"], protocol=protocol
-        )
+        needle = needle_config(task, context=context, n=cfg["prompts"]["n"], protocol=protocol)
         return [(tokens, needle.most_new_tokens) for tokens in needle.contexts]
     if protocol != "decode":
         raise ValueError(
-            f"protocol must be decode for task={task['name']}, which has no question apart from its "
-            f"context, got {protocol!r}"
+            f"protocol must be decode for task={task['name']}, which has no question apart from "
+            f"its context, got {protocol!r}"
         )
     return [(context, config.integer(task, "steps", 1))]
 
@@ -123,7 +121,10 @@ def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
         if key not in SHARED_FIELDS and plain.get(key) != value
     ]
     if name == "external":
-        fields = [given["target"].rsplit(".", 1)[-1], *(f"{k}={v}" for k, v in (given["config"] or {}).items())]
+        fields = [
+            given["target"].rsplit(".", 1)[-1],
+            *(f"{k}={v}" for k, v in (given["config"] or {}).items()),
+        ]
         return ":".join(fields)
     return ":".join([name, *fields])
 
@@ -135,7 +136,9 @@ def build_policy(name: str, cfg: Mapping[str, Any]) -> Policy:
         cfg = {"_target_": cfg.pop("target"), **(cfg.pop("config") or {}), **cfg}
     try:
         kind = get_class(cfg["_target_"])
-        accepted = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+        accepted = (
+            {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+        )
         unknown = [k for k in cfg if k != "_target_" and k not in accepted]
         if unknown:
             raise ValueError(f"policy {name}: {config.unknown_key(unknown[0], sorted(accepted))}")

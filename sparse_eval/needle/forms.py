@@ -10,16 +10,18 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-_WORDS = """
-accordion avalanche balcony bicycle blanket boulder bucket butterfly cabinet candle carpet
-cathedral chimney compass cottage curtain diamond dragon engine fountain furnace galaxy guitar
-hammock harvest helmet hurricane iceberg jacket jungle kettle kitchen ladder lantern lemonade
-lighthouse lizard machine mirror monsoon mountain mushroom notebook octopus orchard oxygen
-parachute penguin piano pillow planet puzzle pyramid rainbow rocket sandwich satellite saxophone
-scissors skeleton snowflake squirrel statue submarine sunflower telescope thunder tornado
-trumpet tunnel turtle umbrella volcano waterfall whistle windmill wizard
-"""
-WORDS = tuple(_WORDS.split())
+from sparse_eval.columns import names
+
+WORDS = names(
+    "accordion avalanche balcony bicycle blanket boulder bucket butterfly cabinet candle carpet"
+    " cathedral chimney compass cottage curtain diamond dragon engine fountain furnace galaxy"
+    " guitar hammock harvest helmet hurricane iceberg jacket jungle kettle kitchen ladder lantern"
+    " lemonade lighthouse lizard machine mirror monsoon mountain mushroom notebook octopus"
+    " orchard oxygen parachute penguin piano pillow planet puzzle pyramid rainbow rocket sandwich"
+    " satellite saxophone scissors skeleton snowflake squirrel statue submarine sunflower"
+    " telescope thunder tornado trumpet tunnel turtle umbrella volcano waterfall whistle windmill"
+    " wizard"
+)
 
 
 @dataclass(frozen=True)

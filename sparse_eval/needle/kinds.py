@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from sparse_eval.columns import names
 from sparse_eval.needle.forms import DIGITS, UUID, WORD, WORDS, Form
 
-_KEYS = """
-amber anchor apricot arrow aspen badger bamboo basalt beacon bison bronze cactus canyon cedar
-cobalt copper coral cotton crimson crystal dolphin ebony ember emerald falcon feather fennel
-garnet ginger glacier granite hazel heron indigo ivory jasmine juniper kestrel lagoon lavender
-lilac linen lotus magnet maple marble meadow mercury nectar nickel olive onyx orchid otter
-pebble pepper pewter quartz raven saffron sapphire scarlet sequoia silver sparrow tangerine
-thistle topaz turquoise velvet violet walnut willow zephyr
-"""
-KEYS = tuple(_KEYS.split())
+KEYS = names(
+    "amber anchor apricot arrow aspen badger bamboo basalt beacon bison bronze cactus canyon"
+    " cedar cobalt copper coral cotton crimson crystal dolphin ebony ember emerald falcon feather"
+    " fennel garnet ginger glacier granite hazel heron indigo ivory jasmine juniper kestrel"
+    " lagoon lavender lilac linen lotus magnet maple marble meadow mercury nectar nickel olive"
+    " onyx orchid otter pebble pepper pewter quartz raven saffron sapphire scarlet sequoia silver"
+    " sparrow tangerine thistle topaz turquoise velvet violet walnut willow zephyr"
+)
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ CODE_WORDINGS = (
         "The access code for the {key} vault is",
     ),
     Wording(
-        "One of the special magic numbers for {key} is: {value}.",
-        "What is the special magic number for {key} mentioned in the text?",
-        "The special magic number for {key} mentioned in the text is",
+        "The magic number for {key} is: {value}.",
+        "What is the magic number for {key}?",
+        "The magic number for {key} is",
     ),
     Wording(
         "Remember that the {key} locker opens with the number {value}.",
@@ -91,9 +91,9 @@ UUID_WORDINGS = (
         "The identifier of the {key} archive is",
     ),
     Wording(
-        "One of the special magic uuids for {key} is: {value}.",
-        "What is the special magic uuid for {key} mentioned in the text?",
-        "The special magic uuid for {key} mentioned in the text is",
+        "The magic uuid for {key} is: {value}.",
+        "What is the magic uuid for {key}?",
+        "The magic uuid for {key} is",
     ),
     Wording(
         "Remember that the {key} engine has the serial number {value}.",
