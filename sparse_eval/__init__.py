@@ -1,5 +1,7 @@
-"""sparse_eval: what do KV selection policies read, does it hold the attention mass, what does it
-cost? `measure`, `patched` and `load` are the Python entry points; `python -m sparse_eval` the CLI."""
+"""What do KV selection policies read, does it hold the attention mass, what does it cost?
+
+`measure`, `patched` and `load` are the Python entry points; `python -m sparse_eval` the CLI.
+"""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import hydra
+import pandas as pd
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
@@ -17,18 +19,21 @@ from rich.table import Table
 from sparse_eval.compose import Composer
 from sparse_eval.config import Settings
 from sparse_eval.core import Row
-from sparse_eval.device import describe_device
+from sparse_eval.device import describe_device, peak_memory_bytes
+from sparse_eval.failure import run_guarded
 from sparse_eval.models import model_info
 from sparse_eval.progress import Progress
+from sparse_eval.report import write_report
+from sparse_eval.results import CellStore, Journal, provenance, summarise_recall, write_summary
 from sparse_eval.settings import resolve
+from sparse_eval.tasks.recall import Recall
+from sparse_eval.tracking import Tracker, make_tracker
 
 log = logging.getLogger("sparse_eval")
 
 
 def register_resolvers() -> None:
     """${run_id:} six hex digits per process and job folder; ${short_name:text} at most 80 long."""
-    import os
-
     run_id = os.urandom(3).hex()
     OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
     OmegaConf.register_new_resolver("short_name", lambda text: str(text)[:80], replace=True)
@@ -36,12 +41,12 @@ def register_resolvers() -> None:
 
 def job(cfg: DictConfig) -> None:
     """What Hydra calls for each job."""
-    from sparse_eval.failure import run_guarded
-
     runtime = HydraConfig.get()
     folder = Path(runtime.runtime.output_dir)
     dirs = tuple(
-        source.path for source in runtime.runtime.config_sources if source.provider == "command-line"
+        source.path
+        for source in runtime.runtime.config_sources
+        if source.provider == "command-line"
     )
     overrides = list(runtime.overrides.task)
     run_guarded(lambda: run(resolve(Composer(dirs), overrides), folder, overrides), folder)
@@ -49,27 +54,45 @@ def job(cfg: DictConfig) -> None:
 
 def run(settings: Settings, folder: Path, overrides: list[str]) -> list[Row]:
     """Measure, journal every cell as it is finished, then summary, pictures and page."""
-    from sparse_eval.report import write_report
-    from sparse_eval.results import CellStore, Journal, write_parquet, write_summary
-    from sparse_eval.tasks.recall import Recall
-
     progress = Progress(verbose=settings.verbose)
-    started = time.perf_counter()
     announce(settings, progress)
+    tracker = make_tracker(
+        settings.tracking,
+        config=config_record(settings),
+        folder=folder,
+        task=settings.task["name"],
+        say=progress.console.print,
+    )
+    failed = True
+    try:
+        rows = measure(settings, folder, overrides, progress, tracker)
+        failed = False
+    finally:
+        tracker.finish(failed=failed)
+    return rows
+
+
+def measure(
+    settings: Settings, folder: Path, overrides: list[str], progress: Progress, tracker: Tracker
+) -> list[Row]:
+    started = time.perf_counter()
     task = Recall(settings, progress)
-    store = CellStore(settings.cache_dir)
+    journal, store = Journal(folder), CellStore(settings.cache_dir)
     rows: list[Row] = []
-    journal = Journal(folder)
     for cell in task.run(store):
         journal.append(cell)
         rows += cell
-    write_parquet(rows, folder / "rows.parquet")
-    summary = summarise(settings, rows, overrides, time.perf_counter() - started, task.replay_errors)
+    tracker.log_rows(rows)
+    summary = summarise(
+        settings, rows, overrides, time.perf_counter() - started, task.replay_errors
+    )
     write_summary(folder, summary)
+    tracker.log_summary(summary)
     with progress.stage("pictures and report"):
-        write_report(folder)
+        page = write_report(folder)
+    tracker.log_plots([*sorted((folder / "plots").glob("*.png")), page])
     print_results(rows, settings, progress)
-    progress.console.print(f"\npictures  {folder / 'plots'}\nreport    {folder / 'report.html'}")
+    progress.console.print(f"\npictures  {folder / 'plots'}\nreport    {page}")
     return rows
 
 
@@ -94,11 +117,6 @@ def summarise(
     settings: Settings, rows: list[Row], overrides: list[str], seconds: float, replay_errors: dict
 ) -> dict[str, Any]:
     """summary.json: headline figures, the resolved config, provenance."""
-    import pandas as pd
-
-    from sparse_eval.device import peak_memory_bytes
-    from sparse_eval.results import provenance, summarise_recall
-
     headline = summarise_recall(pd.DataFrame(rows))
     return {
         "command": "python -m sparse_eval " + " ".join(overrides),
@@ -122,12 +140,8 @@ def config_record(settings: Settings) -> dict[str, Any]:
 
 
 def print_results(rows: list[Row], settings: Settings, progress: Progress) -> None:
-    """The table: policy × budget -> mean recall over the non-dense layers, and what the policy found
-    beyond the forced pages."""
-    import pandas as pd
-
-    from sparse_eval.results import summarise_recall
-
+    """The table: policy × budget -> mean recall over the non-dense layers, and what the policy
+    found beyond the forced pages."""
     table = summarise_recall(pd.DataFrame(rows))
     dense = ", ".join(map(str, settings.dense_layers)) or "none"
     grid = Table(
@@ -143,7 +157,8 @@ def print_results(rows: list[Row], settings: Settings, progress: Progress) -> No
     grid.add_column("policy")
     for budget in budgets:
         grid.add_column(f"{int(budget)} tokens", justify="right")
-    for named in settings.policies:
+    # yardsticks first: what everything and what the best choice would give
+    for named in sorted(settings.policies, key=lambda n: (not n.policy.dense, n.policy.realisable)):
         mine = table[table["policy"] == named.label].set_index("budget_tokens")
         cells = []
         for budget in budgets:
@@ -160,4 +175,6 @@ def print_results(rows: list[Row], settings: Settings, progress: Progress) -> No
 def main(argv: list[str]) -> None:
     """Hand validated words to Hydra."""
     register_resolvers()
-    hydra.main(version_base="1.3", config_path="pkg://sparse_eval.conf", config_name="config")(job)()
+    hydra.main(version_base="1.3", config_path="pkg://sparse_eval.conf", config_name="config")(
+        job
+    )()

@@ -93,7 +93,7 @@ class CapturedKV:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write atomically as safetensors; the metadata carries a digest of every tensor's bytes."""
+        """Write atomically as safetensors; the metadata carries a digest of all tensors' bytes."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {"lengths": self.lengths_T.cpu()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import shutil
 import subprocess
@@ -16,11 +15,9 @@ from typing import Any
 from sparse_eval.fetch import WheelFile, fetch_file
 from sparse_eval.gguf_header import read_header
 from sparse_eval.hub import cached, check_repo, snapshot, weight_files
-from sparse_eval.store import build_once, make_folder, sha256_of
+from sparse_eval.store import build_once, make_folder, say, sha256_of
 
 SOURCES = ("hub", "folder", "gguf", "wheels", "random")
-
-log = logging.getLogger(__name__)
 
 
 def source_of(cfg: Mapping[str, Any]) -> str:
@@ -127,9 +124,9 @@ def convert(gguf: Path, folder: Path) -> None:
             f"model_cache needs {disk_bytes / 1e9:.1f} GB to convert {gguf.name}, "
             f"but {folder.parent} has {free_bytes / 1e9:.1f} GB free"
         )
-    log.info(
-        "converting %s once: %.1f GB of disk in %s, %.1f GB of memory, a minute or two at most",
-        *(gguf.name, disk_bytes / 1e9, folder.parent, memory_bytes / 1e9),
+    say(
+        f"converting {gguf.name} to safetensors, once: {disk_bytes / 1e9:.1f} GB of disk in "
+        f"{folder.parent}, {memory_bytes / 1e9:.1f} GB of memory, a minute or two at most"
     )
     started = time.perf_counter()
     code = "import sys; from sparse_eval.models import write_safetensors as w; w(*sys.argv[1:])"
@@ -144,4 +141,4 @@ def convert(gguf: Path, folder: Path) -> None:
     if done.returncode:
         reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
         raise ValueError(f"{gguf} cannot be converted: {reason}")
-    log.info("converted %s in %.0f s", gguf.name, time.perf_counter() - started)
+    say(f"converted {gguf.name} in {time.perf_counter() - started:.0f} s")

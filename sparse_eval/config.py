@@ -1,4 +1,4 @@
-"""Top-level keys: their types and ranges, and what they mean together. Pure: a dict in, Settings out."""
+"""Top-level keys: their types and ranges, and what they mean together. No Hydra, no model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sparse_eval.policies.base import Policy
 
 TASKS = ("recall", "needle", "fidelity")
 QUERIES = ("greedy", "text")
-KEYS = (
-    "model policy prompts task protocol tracking compare budget page_size sink_pages local_pages "
-    "context queries dense_layers backend device dtype seed name cache_dir model_cache "
-    "cache_prefill plan verbose"
-).split()
+KEYS = tuple(
+    "model policy prompts task protocol tracking compare budget page_size sink_pages local_pages"
+    " context queries dense_layers backend device dtype seed name cache_dir model_cache"
+    " cache_prefill plan verbose".split()
+)
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class NamedPolicy:
 
 @dataclass(frozen=True)
 class Settings:
-    """A validated run. Budgets are in tokens, budgets_asked as given (fractions of a prompt's length
-    too); device, dtype and backend are resolved names."""
+    """A validated run. Budgets are in tokens; budgets_asked are as given, fractions of a prompt's
+    length among them. device, dtype and backend are resolved names."""
 
     task: dict[str, Any]
     model: dict[str, Any]
@@ -63,10 +63,11 @@ class Settings:
         ]
 
 
-def integer(cfg: Mapping[str, Any], key: str, least: int) -> int:
+def integer(cfg: Mapping[str, Any], key: str, least: int, group: str = "") -> int:
+    """cfg[key], an integer >= least. group: the prefix that the line names it with, "task."."""
     value = cfg[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{key} must be an integer >= {least}, got {value!r}")
+        raise ValueError(f"{group}{key} must be an integer >= {least}, got {value!r}")
     return value
 
 
@@ -119,7 +120,9 @@ def check_context(context: int, max_context: int | None, steps: int, model: str)
         )
 
 
-def token_budgets(wanted: Sequence[Budget], context: int, policies: Sequence[NamedPolicy]) -> tuple[int, ...]:
+def token_budgets(
+    wanted: Sequence[Budget], context: int, policies: Sequence[NamedPolicy]
+) -> tuple[int, ...]:
     """Budgets in tokens, each large enough for every policy's forced pages."""
     tokens = tuple(dict.fromkeys(resolve_budget(b, context) for b in wanted))
     for named in policies:

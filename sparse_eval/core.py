@@ -22,7 +22,7 @@ class AttentionCall:
     """What one layer's attention function was given for one decode step of B rows.
 
     q_BHD: one query per row. k_BGND, v_BGNE: post-RoPE, never expanded to H; their batch axis is
-    B, or 1 when all rows read one cache (a replay of T decode queries has B = T and one cache).
+    B, or 1 where all rows read one cache (a replay of T decode queries: B = T, one cache).
     lengths_B: int32 live tokens per row, the newest included. starts_B: int32 first live token per
     row (left padding), None where every row starts at 0. Row b reads [starts_b, starts_b+lengths_b).
     N is the cache's extent, not a live length: whatever lies beyond a row's end is garbage.

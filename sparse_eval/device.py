@@ -59,7 +59,7 @@ def describe_device(device: str) -> str:
 
 
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Peak bytes so far: of the GPU's allocator on a GPU, resident memory of the process on a CPU."""
+    """Peak bytes so far: of the allocator on a GPU, the process's resident memory on a CPU."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

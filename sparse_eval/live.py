@@ -165,8 +165,8 @@ class Live:
         if self.expected is not None and cached != self.expected:
             if cached != 0:
                 raise ValueError(
-                    f"the cache holds {cached} tokens where {self.expected} were expected: cropped or "
-                    "exchanged caches are not supported inside one patched context"
+                    f"the cache holds {cached} tokens where {self.expected} were expected: cropped "
+                    "or exchanged caches are not supported inside one patched context"
                 )
             prompt_length, max_tokens = self.prompt_length, self.max_tokens
             self.forget()

@@ -39,7 +39,9 @@ def output_error(out_THE: Tensor, dense_THE: Tensor, num_kv_heads: int) -> Tenso
     dense = dense_THE.double()
     error_TH = (out_THE.double() - dense).square().sum(-1)
     size_TH = dense.square().sum(-1)
-    return (mean_per_kv_head(error_TH, num_kv_heads) / mean_per_kv_head(size_TH, num_kv_heads)).sqrt()
+    return (
+        mean_per_kv_head(error_TH, num_kv_heads) / mean_per_kv_head(size_TH, num_kv_heads)
+    ).sqrt()
 
 
 def page_ranks(mass_TSP: Tensor, current_TP: Tensor) -> Tensor:

@@ -38,11 +38,14 @@ class ModelInfo:
     num_parameters: int | None
 
     @property
+    def label(self) -> str:
+        """Base and variant: "SmolLM2-135M (Instruct)"."""
+        return f"{self.base} ({self.variant})" if self.variant else self.base
+
+    @property
     def title(self) -> str:
         """Base, variant and quantisation: "SmolLM2-135M (Instruct) · Q4_1 GGUF"."""
-        variant = f" ({self.variant})" if self.variant else ""
-        weights = f" · {self.weights}" if self.weights else ""
-        return f"{self.base}{variant}{weights}"
+        return f"{self.label} · {self.weights}" if self.weights else self.label
 
 
 def info_from(cfg: Mapping[str, Any], found: Mapping[str, Any]) -> ModelInfo:
@@ -97,7 +100,7 @@ def facts_of_gguf(header: GgufHeader, path: Path) -> dict[str, Any]:
     """The same facts from a GGUF header."""
     from gguf.constants import LlamaFileType
 
-    file_type = header.metadata.get("general.file_type")
+    file_type: Any = header.metadata.get("general.file_type")
     known = file_type in LlamaFileType._value2member_map_
     quantisation = LlamaFileType(file_type).name.partition("_")[2] if known else "quantised"
     num_heads = header.of_architecture("attention.head_count")

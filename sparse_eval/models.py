@@ -203,7 +203,25 @@ def write_safetensors(gguf_path: str, folder: str) -> None:
     model.is_quantized = False
     del model.config.quantization_config
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, **where).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+    _give_special_tokens(tokenizer, read_header(gguf).metadata)
+    tokenizer.save_pretrained(folder)
+
+
+def _give_special_tokens(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
+    """What the GGUF says of special tokens; transformers 5.17 takes BOS for EOS and adds none."""
+    for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
+    tokenizer.clean_up_tokenization_spaces = False
+    bos = tokenizer.bos_token
+    if metadata.get("tokenizer.ggml.add_bos_token") and bos is not None:
+        from tokenizers.processors import TemplateProcessing
+
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, tokenizer.bos_token_id)]
+        )
 
 
 def _random_model(cfg: Mapping[str, Any], dtype: torch.dtype) -> Any:

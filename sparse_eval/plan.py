@@ -135,7 +135,7 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
     for (device, dtype), rate in rates.items():
         console.print(
             f"[dim]predicted from {rate / 1e9:,.0f} GFLOP/s, measured now by a {dtype} matrix "
-            f"product on {describe_device(device)}; loading, imports and pictures are not in it[/dim]"
+            f"product on {describe_device(device)}; without loading, imports and pictures[/dim]"
         )
 
 

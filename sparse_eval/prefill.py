@@ -36,7 +36,7 @@ class Prefilled:
 
 
 def cache_keyword(model: Any) -> str:
-    """How this transformers version names forward's cache argument (an unknown name is swallowed)."""
+    """How this transformers names forward's cache argument (an unknown name is swallowed)."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -51,7 +51,9 @@ def prefill(
 ) -> Prefilled:
     """Run prompt[:-1] through the model. ids: int64 [N], N >= 2. on_tokens is called per chunk."""
     if ids.ndim != 1 or len(ids) < 2:
-        raise ValueError(f"a prompt must be 1-D with at least 2 tokens, got shape {list(ids.shape)}")
+        raise ValueError(
+            f"a prompt must be 1-D with at least 2 tokens, got shape {list(ids.shape)}"
+        )
     cache = DynamicCache(config=model.config)
     keyword = cache_keyword(model)
     observer = Observer(num_prompt_queries=num_prompt_queries - 1)

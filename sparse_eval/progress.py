@@ -1,4 +1,4 @@
-"""What a person at the terminal sees while a run goes on: stages, bars, warnings. Quiet in a pipe."""
+"""What a person at the terminal sees of a run: stages, bars, warnings. Quiet in a pipe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ class Progress:
         """Say what begins; when it took over a second, say how long."""
         log.info("%s", what)
         started = time.perf_counter()
-        status = self.console.status(f"{what} …") if self.console.is_terminal and not self._live else None
+        status = (
+            self.console.status(f"{what} …")
+            if self.console.is_terminal and not self._live
+            else None
+        )
         if status:
             status.start()
         try:

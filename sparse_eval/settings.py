@@ -20,6 +20,7 @@ from sparse_eval.needle.config import needle_config
 from sparse_eval.policies.base import Policy
 from sparse_eval.prompts import check_prompts
 from sparse_eval.store import user_cache
+from sparse_eval.tracking import check_tracking
 
 SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
 
@@ -30,8 +31,9 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     check_keys(cfg)
     model = model_info(cfg["model"])
     context = config.integer(cfg, "context", 2)
-    config.integer(cfg["task"], "prompt_queries", 2)
+    config.integer(cfg["task"], "prompt_queries", 2, "task.")
     check_prompts(cfg["prompts"])
+    check_tracking(cfg["tracking"])
     asked = config.budgets(cfg["budget"])
     device = resolve_device(config.text(cfg, "device"))
     dtype = str(resolve_dtype(config.text(cfg, "dtype"), device)).removeprefix("torch.")
@@ -71,10 +73,10 @@ def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]
         return [(tokens, needle.most_new_tokens) for tokens in needle.contexts]
     if protocol != "decode":
         raise ValueError(
-            f"protocol must be decode for task={task['name']}, which has no question apart from "
-            f"its context, got {protocol!r}"
+            f"protocol must be decode for task={task['name']}, which has no question of its own, "
+            f"got {protocol!r}"
         )
-    return [(context, config.integer(task, "steps", 1))]
+    return [(context, config.integer(task, "steps", 1, "task."))]
 
 
 def check_keys(cfg: Mapping[str, Any]) -> None:

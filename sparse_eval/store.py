@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,12 @@ log = logging.getLogger(__name__)
 
 class Unavailable(RuntimeError):
     """A model or text would have to be downloaded and cannot be; the message is one line."""
+
+
+def say(line: str, level: int = logging.INFO) -> None:
+    """A line for the person who waits, and for the log."""
+    log.log(level, "%s", line)
+    print(line, file=sys.stderr, flush=True)
 
 
 def user_cache() -> Path:
@@ -51,7 +58,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=0.5)
     except Timeout:
-        log.info("another process is %s: waiting for it", what)
+        say(f"another process is {what}: waiting for it")
         lock.acquire()
     try:
         yield
@@ -92,7 +99,7 @@ def build_once(folder: Path, build: Callable[[Path], None], what: str) -> Path:
         if is_intact(folder):
             return folder
         if folder.exists():
-            log.warning("%s is damaged (its files are not as written): making it again", folder)
+            say(f"{folder} is damaged (not as it was written): making it again", logging.WARNING)
             shutil.rmtree(folder)
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)

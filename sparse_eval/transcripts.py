@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import random
 import re
@@ -26,14 +25,13 @@ from torch import Tensor
 
 from sparse_eval.prefill import cache_keyword
 from sparse_eval.prompts import control_ids, leading_bos
+from sparse_eval.store import say
 
 if TYPE_CHECKING:
     from sparse_eval.models import LoadedModel
 
 REPLY = "REPLY7319"
 _NUMBER = re.compile(r"\{[a-e]\}")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,7 @@ def nucleus(probabilities_RV: Tensor, top_p: float) -> Tensor:
 
 
 def _say_cost(num_rows: int, num_tokens: int, step_s: float, loaded: LoadedModel) -> None:
-    log.info(
-        "transcripts: %s writes %d x %d tokens, about %.1f minutes at %.0f ms a token",
-        *(loaded.info.title, num_rows, num_tokens, step_s * num_tokens / 60, 1000 * step_s),
+    say(
+        f"transcripts: {loaded.info.title} writes {num_rows} x {num_tokens} tokens, about "
+        f"{step_s * num_tokens / 60:.1f} minutes at {1000 * step_s:.0f} ms a token"
     )

@@ -145,7 +145,7 @@ def test_a_policy_from_a_folder_of_ones_own(tmp_path):
 def test_an_external_policy_by_its_import_path():
     words = ["policy=external", "policy.target=sparse_eval.policies.quest.Quest"]
     named = resolve(Composer(), [*TINY, *words, "policy.fields={group: sum}"]).policies[0]
-    assert named.label == "Quest:group=sum" and named.policy.group == "sum"
+    assert named.label == "Quest:group=sum" and named.policy.config()["group"] == "sum"
     with pytest.raises(ValueError, match="policy.target must be given"):
         resolve(Composer(), [*TINY, "policy=external"])
     with pytest.raises(ValueError, match="cannot be imported"):

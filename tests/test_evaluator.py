@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors import safe_open
 
 from sparse_eval import measure
 from sparse_eval.evaluator import Evaluator, check_recall
+from sparse_eval.policies.base import Policy
 from sparse_eval.policies.full import Full
 from sparse_eval.policies.mean_std import MeanStd
 from sparse_eval.policies.oracle import Oracle
@@ -19,8 +21,8 @@ from sparse_eval.policies.random import Random
 from sparse_eval.policies.snapkv import SnapKV
 from sparse_eval.policies.window import Window
 
-SHARED = {"page_size": 8, "sink_pages": 1, "local_pages": 2}
-SELECTING = [
+SHARED: dict[str, Any] = {"page_size": 8, "sink_pages": 1, "local_pages": 2}
+SELECTING: list[Policy] = [
     Quest(**SHARED),
     Quest(**SHARED, group="sum"),
     Quest(**SHARED, group="softmax_sum"),
@@ -81,7 +83,9 @@ def recall_in_float64(path: Path, layer: int, pages_of, **rule) -> list[float]:
     ("policy", "pages_of"), [(Quest, quest_pages), (Window, window_pages)], ids=["quest", "window"]
 )
 @pytest.mark.parametrize("budget", [40, 77])
-def test_recall_agrees_with_plain_float64_from_the_file(capture, tmp_path, policy, pages_of, budget):
+def test_recall_agrees_with_plain_float64_from_the_file(
+    capture, tmp_path, policy, pages_of, budget
+):
     path = tmp_path / "capture.safetensors"
     capture.save(path)
     rule = {"page": 8, "budget": budget, "sinks": 1, "local": 2}
@@ -107,7 +111,9 @@ def test_dense_lse_equals_a_float64_logsumexp(capture):
         logits = layer.scale * torch.einsum("thd,hnd->thn", layer.queries_THD.double(), keys)
         beyond = torch.arange(keys.shape[1]) >= capture.lengths_T[:, None]
         expected = logits.masked_fill(beyond[:, None], -torch.inf).logsumexp(-1)
-        torch.testing.assert_close(evaluator.truth(i, 16).lse_TH.double(), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            evaluator.truth(i, 16).lse_TH.double(), expected, rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("budget", [24, 40, 64, 104])
@@ -115,15 +121,17 @@ def test_no_policy_beats_the_oracle(capture, budget):
     table = measure(capture, [Oracle(**SHARED), *SELECTING], [budget], dense_layers=[])
     best = table[table.policy == "oracle"].set_index(["layer", "kv_head"]).mass_recall
     for i, policy in enumerate(SELECTING):
-        mine = measure(capture, [policy], [budget], dense_layers=[])
-        mine = mine.set_index(["layer", "kv_head"]).mass_recall
+        alone = measure(capture, [policy], [budget], dense_layers=[])
+        mine = alone.set_index(["layer", "kv_head"]).mass_recall
         assert (mine <= best + 1e-5).all(), (i, policy)
 
 
 @pytest.mark.parametrize("policy", [Full(**SHARED), Oracle(**SHARED), Window(**SHARED)], ids=repr)
 def test_recall_never_falls_as_the_budget_grows(capture, policy):
     table = measure(capture, [policy], [24, 32, 48, 80, 120, 160], dense_layers=[])
-    curves = table.pivot_table(index=["layer", "kv_head"], columns="budget_tokens", values="mass_recall")
+    curves = table.pivot_table(
+        index=["layer", "kv_head"], columns="budget_tokens", values="mass_recall"
+    )
     assert (curves.diff(axis=1).iloc[:, 1:] >= -1e-6).all(axis=None)
 
 

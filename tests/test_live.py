@@ -199,7 +199,10 @@ def test_unsupported_modes_are_refused_in_one_line(llama):
         pass
     with pytest.raises(ValueError, match="needs a budget"), patched(llama, Quest()):
         pass
-    with pytest.raises(ValueError, match="go together"), patched(llama, Full(), protocol="question"):
+    with (
+        pytest.raises(ValueError, match="go together"),
+        patched(llama, Full(), protocol="question"),
+    ):
         pass
 
 
@@ -235,7 +238,7 @@ def test_masks_of_any_form_mean_the_same(llama):
 
 def test_nothing_of_one_sample_reaches_the_next(llama):
     prompts = [random_ids(100, seed=s) for s in range(3)]
-    answers = {}
+    answers: dict[int, list[list[int]]] = {}
     for order in ([0, 1, 2], [2, 0, 1]):
         with patched(llama, SnapKV(), budget=64, dense_layers=[0]):
             for i in order:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = [p for d in ("sparse_eval", "policies", "kernels") for p in sorted((ROOT / d).glob("**/*.py"))]
+FILES = [
+    p for d in ("sparse_eval", "policies", "kernels") for p in sorted((ROOT / d).glob("**/*.py"))
+]
 LIBRARIES = {
     "transformers": {"models", "prefill", "attention", "live", "lm_harness", "tiny", "gguf", "hub"},
     "hydra": {"app", "compose", "settings", "__main__"},

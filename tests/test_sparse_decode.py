@@ -181,7 +181,10 @@ def test_kernel_agrees_with_float64(tokens, dtype, device):
 @pytest.mark.parametrize("d", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_head_dims_and_groups(d, dtype, device):
-    for group in (1, 3, 5, 6, 7, 8, 16):
+    groups: tuple[int, ...] = (1, 3, 5, 6, 7, 8, 16)
+    if device == "cpu" and dtype == torch.bfloat16:
+        groups = (6, 7)  # the interpreter computes in float32 anyway
+    for group in groups:
         check(make_case(device, rows=1, heads=group, kv_heads=1, tokens=41, d=d, dtype=dtype))
 
 
@@ -252,10 +255,21 @@ def test_slots_beyond_the_count_and_pages_beyond_the_end_are_not_read(device):
     case["pages"][...] = torch.tensor([0, 2, 4, 1, 3], dtype=torch.int32)
     case["counts"][...] = 3
     check(case)
+    case["pages"][:, :, 2] = 2**28  # times 16 wraps around to 0 in int32
+    check(case)
     kept = case | {"pages": case["pages"][:, :, :2], "counts": torch.full_like(case["counts"], 2)}
     assert torch.equal(torch_reference(case)[0], torch_reference(kept)[0])
     error_of_kernel = triton(case)[1] - triton(kept)[1]
     assert error_of_kernel.abs().max() < 1e-6
+
+
+def test_a_length_beyond_the_cache_ends_with_the_cache(device):
+    case = make_case(device, tokens=48, sparse=False)
+    room = {x: F.pad(case[x], (0, 0, 0, 16), value=torch.nan)[:, :, :48] for x in ("k", "v")}
+    room["k"][...], room["v"][...] = case["k"], case["v"]
+    for run in (triton, torch_reference):
+        too_long = case | room | {"lengths": case["lengths"] + 1000}
+        assert torch.equal(run(too_long)[0][0], run(case)[0][0])
 
 
 def test_a_row_knows_nothing_of_its_neighbours(device):
@@ -278,27 +292,22 @@ def test_a_row_knows_nothing_of_its_neighbours(device):
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_paged_pool_equals_contiguous_bit_for_bit(backend, layout, device):
-    case = make_case(device, rows=3, tokens=64, padded=True, lengths=None, e=32)
+    case = make_case(device, rows=3, tokens=64, lengths=[64, 40, 20], e=32)
+    case["starts"] = torch.tensor([0, 0, 5], dtype=torch.int32, device=device)
     block_size, num_blocks = 32, 9
-    case["starts"][0] = case["starts"][1] = 0
-    case["lengths"][:2] = torch.tensor([64, 40])
     for x in (case["k"], case["v"]):
-        x[:2, :, :40] = torch.randn_like(x[:1, :, :40])
-        x[0] = torch.randn_like(x[0])
         x[1, :, :block_size] = x[0, :, :block_size]  # a common prefix lies in one block
-    table = torch.tensor([[7, 2], [7, 5], [0, 3]], dtype=torch.int32, device=device)
+        x[2, :, 20:25] = 1
+    table = torch.tensor([[7, 2], [7, 5], [0, 1_000_000]], dtype=torch.int32, device=device)
     pools = {}
     for name in ("k", "v"):
         x = case[name]
         pool = x.new_full((num_blocks, x.shape[1], block_size, x.shape[3]), torch.nan)
-        for row, blocks in enumerate(table.tolist()):
-            for i, block in enumerate(blocks):
-                pool[block] = x[row, :, i * block_size : (i + 1) * block_size]
+        for row, i, block in ((0, 0, 7), (0, 1, 2), (1, 1, 5), (2, 0, 0)):
+            pool[block] = x[row, :, i * block_size : (i + 1) * block_size]
         if layout == "NHD":
             pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
         pools[name] = pool
-    if int(case["starts"][2] + case["lengths"][2]) <= block_size:
-        table[2, 1] = 1_000_000  # never reached
     for sparse in (True, False):
         chosen = case if sparse else case | {"pages": None, "counts": None}
         paged = sparse_decode(**chosen | pools, block_table=table, backend=backend, page_lse=True)

@@ -15,7 +15,17 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_splits", "num_parts"])
+SIZES = [
+    "num_tokens",
+    "num_slots",
+    "num_splits",
+    "num_parts",
+    "heads_per_list",
+    "lists_per_kv_head",
+]
+
+
+@triton.jit(do_not_specialize=SIZES)
 def attend_split_kernel(
     q_ptr,  # [B, H, D]
     k_ptr,  # [batch or block, G, token, D]
@@ -34,6 +44,8 @@ def attend_split_kernel(
     num_slots,
     num_splits,
     num_parts,
+    heads_per_list,
+    lists_per_kv_head,
     stride_tb,
     stride_qb,
     stride_qh,
@@ -48,8 +60,6 @@ def attend_split_kernel(
     stride_ve,
     D: tl.constexpr,
     E: tl.constexpr,
-    HEADS: tl.constexpr,  # query heads that share a list
-    LISTS: tl.constexpr,  # lists that share a KV head
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # tokens per block of the pool
     PART: tl.constexpr,  # tokens per stored part of a page's LSE; divides page and tile
@@ -65,7 +75,7 @@ def attend_split_kernel(
     list_id = tl.program_id(1)
     split = tl.program_id(2)
     row_list = row * tl.num_programs(1) + list_id
-    kv_head = (list_id // LISTS).to(tl.int64)
+    kv_head = (list_id // lists_per_kv_head).to(tl.int64)
     k_ptr += kv_head * stride_kg
     v_ptr += kv_head * stride_vg
     if table_ptr is None:
@@ -88,9 +98,9 @@ def attend_split_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
-    mask_m = offs_m < HEADS
-    head = (list_id * HEADS + offs_m).to(tl.int64)
-    row_head = row_list * HEADS + offs_m  # S · HEADS = H
+    mask_m = offs_m < heads_per_list
+    head = (list_id * heads_per_list + offs_m).to(tl.int64)
+    row_head = row_list * heads_per_list + offs_m
     q = tl.load(
         q_ptr + row * stride_qb + head[:, None] * stride_qh + offs_d * stride_qd,
         mask=mask_m[:, None] & (offs_d < D),
@@ -102,13 +112,13 @@ def attend_split_kernel(
         part_ptr += row_head[:, None] * num_parts
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    l = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
     lists = (pages_ptr, table_ptr, start, length, count)
     cache = (k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
     parts = (part_ptr, num_parts, mask_m)
-    num_tiles = tl.cdiv(tl.maximum(walk, 0), BLOCK_T)
-    tiles_per_split = tl.cdiv(num_tiles, num_splits)
+    num_tiles = (tl.maximum(walk, 0) + BLOCK_T - 1) // BLOCK_T
+    tiles_per_split = (num_tiles + num_splits - 1) // num_splits
     tile = split * tiles_per_split
     end = tl.minimum(tile + tiles_per_split, num_tiles)
     if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
@@ -203,10 +213,10 @@ def locate(offs_t, lists, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
         slot = offs_t // PAGE_SIZE
         page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
         position = page * PAGE_SIZE + offs_t % PAGE_SIZE
-        read = (page >= 0) & (page < tl.cdiv(length, PAGE_SIZE)) & (position < length)
+        read = (page >= 0) & (page <= length // PAGE_SIZE) & (position < length)
     token = start + position
     if table_ptr is None:
-        block = tl.zeros_like(token)
+        block = token * 0
     else:
         block = tl.load(table_ptr + token // BLOCK_SIZE, mask=read, other=0)
         token = token % BLOCK_SIZE
@@ -215,7 +225,8 @@ def locate(offs_t, lists, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def add_weighted(acc, p, v):
-    """acc + p @ v. p enters in two pieces: one rounding to 16 bits would double the error."""
+    """acc + p @ v. 16-bit p enters in two pieces, so that only the output is rounded: rounding p
+    once adds 20 to 40 % to its rms error (random tensors of 16 to 4096 tokens)."""
     if v.dtype == tl.float32:
         acc = tl.dot(p, v, acc, input_precision="ieee")
     else:

@@ -70,11 +70,10 @@ def sparse_decode_triton(
         attend_split_kernel[(rows, lists, num_splits)](
             *(q, k, v, pages, counts, starts, lengths.contiguous(), table, acc, m, l, parts),
             *(float(scale), num_tokens, slots, num_splits, slots * parts_of_page),
+            *(heads // lists, lists // k.shape[1]),
             *(0 if table is None else table.shape[1], *q.stride(), *k_strides, *v_strides),
             D=d,
             E=e,
-            HEADS=heads // lists,
-            LISTS=lists // k.shape[1],
             PAGE_SIZE=page_size,
             BLOCK_SIZE=1 if table is None else k.shape[2],
             PART=part,

@@ -39,7 +39,7 @@ def sparse_decode_reference(
         empty = (slot >= counts_BS[..., None]) | (pages_BSK < 0) | (pages_BSK >= num_pages)
         slot_page = pages_BSK.long().masked_fill(empty, num_pages).unflatten(1, (num_kv_heads, -1))
         chosen = live_BN.new_zeros(*slot_page.shape[:3], num_pages + 1)
-        chosen.scatter_(3, slot_page, True)[..., num_pages] = False
+        chosen.scatter_(3, slot_page, True)  # the last column takes the empty slots
         page_BN = position_BN.clamp_min(0) // page_size
         read = read & chosen.gather(3, page_BN[:, None, None].expand(*chosen.shape[:3], -1))
 

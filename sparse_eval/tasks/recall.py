@@ -19,7 +19,6 @@ from sparse_eval.prompts import Prompt, make_prompts
 from sparse_eval.provenance import code_hash, version_of
 from sparse_eval.results import SCHEMA, CellStore, cell_key
 
-
 NUMERIC_PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers")
 
 
@@ -43,7 +42,9 @@ class Recall:
         s = self.settings
         local = None if s.prompts["source"] == "transcripts" else self.local_tokenizer()
         tokenizer = self.loaded.tokenizer if local is None else local
-        with self.progress.stage(f"cutting prompts of {s.context} tokens from {s.prompts['source']}"):
+        with self.progress.stage(
+            f"cutting prompts of {s.context} tokens from {s.prompts['source']}"
+        ):
             return self._cut(tokenizer)
 
     def local_tokenizer(self) -> Any | None:
@@ -123,8 +124,7 @@ class Recall:
             )
         meta = {
             "capture_hash": key,
-            "model": info.name,
-            "title": info.title,
+            "model": info.label,
             "revision": info.revision,
             "weights": info.weights,
             "prompt_hash": prompt.hash,
