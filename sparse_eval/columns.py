@@ -37,8 +37,8 @@ NEEDLE_COLUMNS = names(
     "needle_kind depth depth_realised outcome answer_nll first_token_rank page_hit"
     " page_hit_chance tokens_read density model_read_fraction gated"
     " role wording chat layer page_hit_any page_hit_any_chance page_hit_heads heads_above_half"
-    " heads answer_steps kv_form stock_nll stock_agreement expected output output_ids needle"
-    " value_span"
+    " heads answer_steps kv_form stock_nll stock_agreement expected output output_ids"
+    " dense_output needle value_span"
 )
 FIDELITY_COLUMNS = names(
     "tokens kl_mean kl_p99 top1_agreement nll_dense nll_sparse tokens_read density"
@@ -70,6 +70,7 @@ TEXT = frozenset(
         "task sample prompt_hash prompts model revision weights policy policy_config protocol"
         " backend device dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
         " loglikelihood_mode what baseline role chat kv_form expected output needle"
+        " dense_output"
     )
 )
 INTEGER = frozenset(

@@ -112,6 +112,16 @@ def layer_indices(value: Any, num_layers: int | None) -> tuple[int, ...]:
     return tuple(sorted(set(value)))
 
 
+def check_fidelity(task: Mapping[str, Any], context: int) -> None:
+    """task=fidelity's own keys."""
+    window = integer(task, "short_window", 2, "task.")
+    if window >= context:
+        raise ValueError(f"task.short_window must be below the context of {context}, got {window}")
+    gain = task["long_gain"]
+    if isinstance(gain, bool) or not isinstance(gain, int | float) or gain < 0:
+        raise ValueError(f"task.long_gain must be a number >= 0 (nats), got {gain!r}")
+
+
 def check_context(context: int, max_context: int | None, steps: int, model: str) -> None:
     if max_context is not None and context + steps > max_context:
         raise ValueError(

@@ -69,7 +69,9 @@ def needle_heatmap(answers: pd.DataFrame, path: Path | str) -> Path:
     columns = min(len(panels), PANELS_PER_LINE)
     width = max(8.4, 1.2 + 1.9 * columns)
     tall = 0.75 + 0.3 * table["depth"].nunique()
-    figure = new_figure("Answers found, by the needle's depth", answers, width, 1.2 + tall * lines)
+    figure = new_figure(
+        "Answers found, by the needle's depth", subject(answers), width, 1.2 + tall * lines
+    )
     grid = figure.subplots(lines, columns, squeeze=False)
     image = None
     for axes, (name, part) in zip(grid.flat, panels, strict=False):
@@ -120,7 +122,7 @@ def draw_depths(axes: Axes, part: pd.DataFrame, name: str) -> Any:
 def needle_curve(answers: pd.DataFrame, path: Path | str) -> Path:
     """Accuracy, and the true answer's NLL, against the share of the model's KV really read."""
     table = summarise_needle(answers)
-    figure = new_figure("Does the model still answer?", answers, 9.6, 4.4)
+    figure = new_figure("Does the model still answer?", subject(answers), 9.6, 4.4)
     left, right = figure.subplots(1, 2)
     for policy, line in table.groupby("policy", sort=False):
         line = line.sort_values("model_read_fraction")
@@ -132,14 +134,9 @@ def needle_curve(answers: pd.DataFrame, path: Path | str) -> Path:
     left.set_ylabel("correct answers (bars: Wilson 95 %)")
     right.set_yscale("log")
     right.yaxis.set_minor_formatter(NullFormatter())
-    right.set_ylabel("NLL of the true answer (nats, log scale; bars: ± 1 SE)")
+    right.set_ylabel("NLL of the true answer (nats; bars: ± 1 SE)")
     for axes in (left, right):
-        axes.set_xscale("log")
-        axes.set_xlim(table["model_read_fraction"].min() / 1.15, 1.15)
-        axes.set_xticks(READ_TICKS, [f"{tick:.0%}" for tick in READ_TICKS])
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.grid(color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
+        read_axis(axes, table["model_read_fraction"].min())
         line_axes(axes)
     figure.supxlabel(
         "share of the model's KV read per decode step (KV + metadata, all layers; log scale)",
@@ -148,6 +145,16 @@ def needle_curve(answers: pd.DataFrame, path: Path | str) -> Path:
     )
     figure.legend(*left.get_legend_handles_labels(), loc="outside right", frameon=False, fontsize=9)
     return save(figure, path)
+
+
+def read_axis(axes: Axes, least: float) -> None:
+    """Shares of KV from `least` to 1, log scale, percent."""
+    axes.set_xscale("log")
+    axes.set_xticks(READ_TICKS, [f"{tick:.0%}" for tick in READ_TICKS])
+    axes.set_xlim(least / 1.15, 1.15)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
 
 
 def draw_line(axes: Axes, policy: str, line: pd.DataFrame, y: str, errors: Any) -> None:
@@ -180,7 +187,7 @@ def needle_outcomes(answers: pd.DataFrame, path: Path | str) -> Path:
         else f"{line.policy} {line.budget_tokens:,.0f}"
         for line in table.itertuples()
     ]
-    figure = new_figure("What was answered", answers, 8.4, 1.9 + 0.3 * len(table))
+    figure = new_figure("What was answered", subject(answers), 8.4, 1.9 + 0.3 * len(table))
     axes = figure.subplots()
     done = np.zeros(len(table))
     for outcome in OUTCOMES:
@@ -210,7 +217,7 @@ def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> 
     at = "" if math.isnan(budget) else f", {budget:,.0f} tokens"
     title = f"Which heads read the needle{at}"
     height = 1.3 + len(panels) * (0.55 + 0.2 * heads)
-    figure = new_figure(title, answers, 8.4, height)
+    figure = new_figure(title, subject(answers), 8.4, height)
     grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True)
     image = None
     for axes, (policy, part) in zip(grid[:, 0], panels, strict=True):
@@ -237,7 +244,7 @@ def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> 
     return save(figure, path)
 
 
-def new_figure(title: str, answers: pd.DataFrame, width: float, height: float) -> Figure:
+def new_figure(title: str, measured_what: str, width: float, height: float) -> Figure:
     """A figure with its headline, and below that what was measured."""
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
     figure = Figure(figsize=(width, height), dpi=DPI, layout=layout, facecolor="white")
@@ -245,7 +252,7 @@ def new_figure(title: str, answers: pd.DataFrame, width: float, height: float) -
     # the blank second line keeps the subtitle's place free
     heading = {"fontsize": 12.5, "fontweight": "bold", "color": INK}
     figure.suptitle(f"{title}\n ", x=0.015, ha="left", **heading)
-    figure.text(0.015, 1 - 0.36 / height, subject(answers), fontsize=8.5, color=MUTED, va="top")
+    figure.text(0.015, 1 - 0.36 / height, measured_what, fontsize=8.5, color=MUTED, va="top")
     return figure
 
 

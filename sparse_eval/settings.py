@@ -76,6 +76,8 @@ def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]
             f"protocol must be decode for task={task['name']}, which has no question of its own, "
             f"got {protocol!r}"
         )
+    if task["name"] == "fidelity":
+        config.check_fidelity(task, context)
     return [(context, config.integer(task, "steps", 1, "task."))]
 
 

@@ -21,6 +21,7 @@ from sparse_eval.prompts import hash_of, too_short
 DEPTH_TOLERANCE = 0.015
 """Of the context: farther than this from a sentence's end, the needle goes between words."""
 FITTING_TRIES = 50
+PLACING_TRIES = 50
 
 
 @dataclass(frozen=True)
@@ -85,29 +86,39 @@ def plant(
 def choose_places(spot: Spot, hay: str, encoded: Encoded, writer: Writer) -> Places:
     """Seeded places for the distractors, and for the needle the one nearest to the wanted depth."""
     gaps = Gaps.of(hay)
-    starts = distinct([0, *(a for a, _ in encoded.offsets if 0 < a < len(hay)), len(hay)])
-    others = writer.sentences.others
-    inner = next(
-        (found[1:-1] for found in (gaps.sentences, gaps.words) if len(found) > 4 * len(others) + 2),
-        starts,
-    )
-    count = min(len(others), len(inner))
+    tokens = distinct([0, *(a for a, _ in encoded.offsets if 0 < a < len(hay)), len(hay)])
+    wanted = len(writer.sentences.others)
+    roomy = (found for found in (gaps.sentences, gaps.words) if len(found) > 4 * wanted + 2)
+    inner = next(roomy, tokens)[1:-1] or tokens
     random = spot.random("places")
-    placed = random.sample(inner, count) + random.choices(inner, k=len(others) - count)
-    if spot.depth in (0, 1):
-        return Places(0 if spot.depth == 0 else None, placed)
-    lengths = [len(writer.encode(f" {sentence}").ids) for _, sentence in others]
-    total = encoded.tokens_before(len(hay)) + sum(lengths)
+    # a long distractor can stand across the wanted depth: then the distractors are drawn again
+    for _ in range(PLACING_TRIES):
+        placed = random.choices(inner, k=wanted)
+        if spot.depth in (0, 1):
+            return Places(0 if spot.depth == 0 else None, placed)
+        for found in (gaps.sentences, gaps.words, tokens):
+            best = nearest(found, placed, spot.depth, encoded, writer)
+            if best is not None:
+                return Places(best, placed)
+    raise ValueError(
+        f"{spot.name}: no place within {DEPTH_TOLERANCE:.1%} of depth {spot.depth:g}; "
+        "the context is too small for the sentences"
+    )
 
-    def depth(place: int) -> float:
+
+def nearest(
+    places: list[int], placed: list[int], depth: float, encoded: Encoded, writer: Writer
+) -> int | None:
+    """The place whose depth in tokens, distractors counted, is nearest; None out of tolerance."""
+    lengths = [len(writer.encode(f" {sentence}").ids) for _, sentence in writer.sentences.others]
+    total = encoded.tokens_before(places[-1]) + sum(lengths)
+
+    def off(place: int) -> float:
         inserted = sum(n for n, p in zip(lengths, placed, strict=True) if p < place)
-        return (encoded.tokens_before(place) + inserted) / max(total, 1)
+        return abs((encoded.tokens_before(place) + inserted) / max(total, 1) - depth)
 
-    for found in (gaps.sentences, gaps.words, starts):
-        best = min(found, key=lambda place: abs(depth(place) - spot.depth))
-        if abs(depth(best) - spot.depth) <= DEPTH_TOLERANCE:
-            return Places(best, placed)
-    raise ValueError(f"{spot.name}: no place within {DEPTH_TOLERANCE:.0%} of depth {spot.depth}")
+    best = min(places, key=off)
+    return best if off(best) <= DEPTH_TOLERANCE else None
 
 
 def fit(

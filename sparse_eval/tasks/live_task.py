@@ -69,6 +69,10 @@ class LiveTask:
         local = local_tokenizer(s.model, model_cache=s.model_cache)
         return self.loaded.tokenizer if local is None else local
 
+    def facts(self) -> dict[str, Any]:
+        """Further keys of summary.json."""
+        return {}
+
     def prefill(self, ids: Tensor, what: str) -> Prefilled:
         """Of ids[:-1], dense."""
         with self.progress.bar(f"prefill, {what}", len(ids) - 1) as tick:

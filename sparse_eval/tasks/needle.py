@@ -108,12 +108,15 @@ class Needle(LiveTask):
         measurement = Measurement(self, planted)
         keys = [measurement.key(arm) for arm in arms]
         known = [store.get(key) for key in keys]
+        dense_output = None
         for arm, key, rows in zip(arms, keys, known, strict=True):
             if rows is None:
                 rows = [row | {"cell_key": key} for row in measurement.cell(arm)]
                 store.put(key, rows)
-            # the label is this run's, whoever measured the cell
-            yield [row | {"policy": arm.label} for row in rows]
+            # dense is the first arm; the label is this run's, whoever measured the cell
+            dense_output = dense_output or rows[0]["output"]
+            extra = {"policy": arm.label, "dense_output": dense_output}
+            yield [row | extra if is_answer(row) else row | {"policy": arm.label} for row in rows]
 
 
 @dataclass
