@@ -210,6 +210,10 @@ class Recall:
         self.replay_errors[prompt.sample] = error
         return evaluator
 
+    def facts(self) -> dict[str, Any]:
+        """Further keys of summary.json."""
+        return {"replay_error": {str(k): error for k, error in self.replay_errors.items()}}
+
     @cached_property
     def replay_errors(self) -> dict[int, float]:
         return {}
