@@ -63,6 +63,7 @@ def needle_heatmap(answers: pd.DataFrame, path: Path | str) -> Path:
     are contexts, a panel per policy and share of the context read; with one they are budgets."""
     table = depth_table(answers)
     several = table["context"].nunique() > 1
+    contexts = sorted(table["context"].unique()) if several else []
     table["column"] = table["context"] if several else table["budget_tokens"]
     panels = heat_panels(table, several)
     lines = math.ceil(len(panels) / PANELS_PER_LINE)
@@ -75,12 +76,12 @@ def needle_heatmap(answers: pd.DataFrame, path: Path | str) -> Path:
     grid = figure.subplots(lines, columns, squeeze=False)
     image = None
     for axes, (name, part) in zip(grid.flat, panels, strict=False):
-        image = draw_depths(axes, part, name)
+        image = draw_depths(axes, part, name, contexts)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes in grid[:, 0]:
         axes.set_ylabel("depth (0 = first)", color=INK, fontsize=9)
-    unit = "context (tokens)" if several else "budget (tokens)"
+    unit = "context (tokens); a panel per policy and budget" if several else "budget (tokens)"
     figure.supxlabel(f"{unit}; hatched: dense gate not passed", color=INK, fontsize=9)
     bar = figure.colorbar(image, ax=grid, pad=0.015, aspect=18, format=PercentFormatter(1, 0))
     style_bar(bar, "correct")
@@ -88,26 +89,35 @@ def needle_heatmap(answers: pd.DataFrame, path: Path | str) -> Path:
 
 
 def heat_panels(table: pd.DataFrame, several: bool) -> list[tuple[str, pd.DataFrame]]:
+    """A panel per policy; with several contexts one per policy and budget, which is in tokens where
+    every context has the same ones and else a share of the context."""
     if not several:
         return [(str(name), part) for name, part in table.groupby("policy", sort=False)]
+    by_context = table.dropna(subset="budget_tokens").groupby("context")["budget_tokens"]
+    in_tokens = by_context.unique().map(sorted).map(tuple).nunique() <= 1
     share = (table["budget_tokens"] / table["context"]).round(3)
-    panels = table.assign(share=share).groupby(["policy", "share"], dropna=False, sort=False)
+    table = table.assign(level=table["budget_tokens"] if in_tokens else share)
+    order = {policy: i for i, policy in enumerate(table["policy"].unique())}
+    panels = table.groupby(["policy", "level"], dropna=False, sort=False)
+    named = sorted(panels, key=lambda panel: (order[panel[0][0]], panel[0][1]))
+    form = "{}, {:,.0f} tokens" if in_tokens else "{}, {:.1%}"
     return [
-        (f"{name}" + ("" if math.isnan(share) else f", {share:.1%} of the context"), part)
-        for (name, share), part in panels
+        (policy if math.isnan(level) else form.format(policy, level), part)
+        for (policy, level), part in named
     ]
 
 
-def draw_depths(axes: Axes, part: pd.DataFrame, name: str) -> Any:
+def draw_depths(axes: Axes, part: pd.DataFrame, name: str, columns: list[float]) -> Any:
     """One panel: depths down, columns across, each cell with its accuracy."""
     heat = part.pivot(index="depth", columns="column", values="accuracy").sort_index()
+    heat = heat.reindex(columns=columns) if columns else heat
     gated = part.pivot(index="depth", columns="column", values="gated").reindex_like(heat)
     image = axes.imshow(heat.to_numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=1)
     for (line, column), value in np.ndenumerate(heat.to_numpy()):
         if not math.isnan(value):
             ink = INK if value > 0.6 else "white"
             axes.text(column, line, f"{value:.0%}", ha="center", va="center", fontsize=8, color=ink)
-        if gated.iloc[line, column]:
+        if gated.iloc[line, column] == 1:
             box = {"fill": False, "hatch": "////", "edgecolor": "#ffffff66", "linewidth": 0}
             axes.add_patch(Rectangle((column - 0.5, line - 0.5), 1, 1, **box))
     axes.set_xticks(
