@@ -79,6 +79,19 @@ class Composer:
                 for value in group_values(override):
                     self.check_option(key, value)
 
+    def check_launcher(self, overrides: Sequence[Override]) -> None:
+        """hydra/launcher: one that is installed."""
+        for override in overrides:
+            if override.key_or_group != "hydra/launcher" or override.is_sweep_override():
+                continue
+            installed = [name for name in self.options("hydra/launcher") if name != "basic_base"]
+            if override.value() not in installed:
+                raise ValueError(
+                    f"hydra/launcher must be one of {', '.join(installed)}, got "
+                    f"{override.value()!r}; more come with pip install sparse-eval[joblib], [ray] "
+                    "or [submitit]"
+                )
+
     def check_option(self, group: str, value: Any) -> None:
         if value is None or value in self.options(group):
             return

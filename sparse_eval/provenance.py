@@ -21,9 +21,10 @@ PACKAGE = Path(__file__).resolve().parent
 
 OUTPUT_ROOMS = frozenset(
     names(
-        "__main__ app cache cells check columns compose config dashboard failure fetch files"
-        " headline journal kits margins page_live palette plan plots plots_fidelity plots_needle"
-        " progress provenance report results settings show_fidelity show_needle show_recall"
+        "__main__ app cache cells check columns compare compose config dashboard export failure"
+        " fetch files headline journal keep kits margins pack page_live paired palette parts plan"
+        " plots plots_fidelity plots_needle progress provenance report results settings"
+        " show_fidelity show_needle show_recall sweep"
         " summarise summarise_fidelity summarise_needle tracking"
     )
 )
