@@ -41,7 +41,7 @@ def main() -> None:
     if checked is not None:
         from sparse_eval.app import main as run_app
 
-        run_app(checked.words, checked.jobs)
+        run_app(checked.words, checked.jobs, checked.composer)
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Checked:
 
     words: list[str]
     jobs: list[list[str]] | None
+    composer: Any
 
 
 def flags_first(words: Sequence[str]) -> list[str]:
@@ -99,7 +100,7 @@ def check(words: Sequence[str]) -> Checked | None:
         print_plan([(" ".join(job), attempt(composer, job)) for job in jobs])
         return None
     flag_words = [word for word in words if word not in flags.overrides]
-    return Checked([*flag_words, *overrides], jobs if is_sweep else None)
+    return Checked([*flag_words, *overrides], jobs if is_sweep else None, composer)
 
 
 def attempt(composer: Any, job: Sequence[str]) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,31 +44,33 @@ class Sweep:
 
     jobs: list[list[str]] = field(default_factory=list)
     folder: Path | None = None
-    is_finished: bool = False
+    composer: Composer | None = None
 
 
 SWEEP = Sweep()
 
 
 def register_resolvers() -> None:
-    """${run_id:} six hex digits a run or sweep; ${short_name:text} at most 80 long."""
+    """${run_id:} six hex digits a run or sweep; ${short_name:text} a file name of at most 80."""
     run_id = os.urandom(3).hex()
     # cached with the config, which Hydra hands to its launchers' workers: one folder for all
     OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True, use_cache=True)
-    OmegaConf.register_new_resolver("short_name", lambda text: str(text)[:80], replace=True)
+    OmegaConf.register_new_resolver("short_name", short_name, replace=True)
+
+
+def short_name(text: Any) -> str:
+    """A folder's name: paths among the overrides would make folders of their own."""
+    return re.sub(r"[^\w.,=+\[\]-]", "_", str(text))[:80]
 
 
 register_resolvers()  # also in a launcher's workers, which import this module and no other
 
 
-class SweepEnd(Callback):
-    """Hydra says where a sweep lies when it begins, and when the last of its jobs is done."""
+class SweepStart(Callback):
+    """Hydra says where a sweep lies when it begins."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         SWEEP.folder = Path(str(config.hydra.sweep.dir))
-
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        SWEEP.is_finished = True
 
 
 def job(cfg: DictConfig) -> None:
@@ -84,7 +88,7 @@ def job(cfg: DictConfig) -> None:
         level = Level(int(runtime.job.num), len(SWEEP.jobs), " ".join(overrides))
     stop_on_signals()
     ok = run_guarded(
-        lambda: run(resolve(Composer(dirs), overrides), folder, overrides, level),
+        lambda: run(resolve(SWEEP.composer or Composer(dirs), overrides), folder, overrides, level),
         folder,
         overrides,
     )
@@ -183,9 +187,12 @@ def summarise(
     }
 
 
-def main(argv: Sequence[str], jobs: Sequence[Sequence[str]] | None = None) -> None:
-    """Hand validated words to Hydra. jobs: a sweep's, each job's overrides."""
+def main(argv: Sequence[str], jobs: Sequence[Sequence[str]] | None, composer: Composer) -> None:
+    """Hand validated words to Hydra. jobs: a sweep's, each job's overrides; composer: the one that
+    has composed them."""
+    SWEEP.folder, SWEEP.composer = None, composer
     SWEEP.jobs = [list(words) for words in jobs or []]
+    check_writable(argv, SWEEP.jobs[0] if SWEEP.jobs else argv)
     sys.argv[1:] = list(argv)
     stop_on_signals()
     try:
@@ -196,6 +203,23 @@ def main(argv: Sequence[str], jobs: Sequence[Sequence[str]] | None = None) -> No
         stopped = isinstance(sys.exc_info()[1], SystemExit) and sys.exc_info()[1].code != 1  # type: ignore[union-attr]
         failed = bool(SWEEP.jobs) and not stopped and not end_sweep(list(argv))
     if failed:
+        sys.exit(1)
+
+
+def check_writable(argv: Sequence[str], job_words: Sequence[str]) -> None:
+    """One line and exit code 1 where outputs/<name> cannot be written; a folder that was given to
+    Hydra is Hydra's to check."""
+    if any(re.match(r"hydra\.(run|sweep)\.", word) for word in argv):
+        return
+    assert SWEEP.composer is not None
+    words = [word for word in job_words if not word.startswith(("-", "hydra"))]
+    folder = Path("outputs") / SWEEP.composer.compose(words)["name"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        print(f"error: {folder} cannot be written ({error})", file=sys.stderr)
         sys.exit(1)
 
 

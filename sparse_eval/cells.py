@@ -39,7 +39,7 @@ class CellStore:
             if hashlib.sha256(body).hexdigest().encode() != digest:
                 raise ValueError("its checksum does not match")
             return [row_of(line) for line in body.splitlines()]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, OSError) as error:
             warnings.warn(f"damaged cell {path} discarded: {error}", stacklevel=2)

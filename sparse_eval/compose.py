@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Composer:
     """Composes conf/config.yaml with overrides; config_dirs are the user's own folders."""
 
     config_dirs: tuple[str, ...] = ()
+    composed: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def loader(self) -> ConfigLoaderImpl:
@@ -48,6 +50,12 @@ class Composer:
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The resolved config as a plain dict. Raises ValueError with one line."""
+        key = tuple(overrides)
+        if key not in self.composed:
+            self.composed[key] = self._compose(overrides)
+        return deepcopy(self.composed[key])
+
+    def _compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         try:
             config = self.loader.load_configuration(
                 "config", list(overrides), RunMode.RUN, from_shell=False

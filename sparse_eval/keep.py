@@ -55,7 +55,11 @@ def bytes_of(captured: CapturedKV) -> int:
     )
 
 
+def forget_captures() -> None:
+    _captures.clear()
+
+
 def release() -> None:
     """Hold nothing any more."""
     _models.clear()
-    _captures.clear()
+    forget_captures()

@@ -42,6 +42,7 @@ def go(tmp_path, monkeypatch):
     """Runs the command line in this process. Returns its exit code."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    keep.forget_captures()
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly */")
     monkeypatch.setattr("sparse_eval.report.draw", lambda rows, folder: [])
 
@@ -182,7 +183,9 @@ def test_a_policy_that_breaks_costs_only_its_own_cells(go, tmp_path, breaks, cap
     capsys.readouterr()
     assert go(*sweep) == 1  # known to fail: not tried again, still told
     assert "retry_failed=true tries again" in capsys.readouterr().err
-    (tmp_path / "breaking.py").write_text(BROKEN.replace("raise", "return super().select(call, state, budget)  #"))
+    (tmp_path / "breaking.py").write_text(
+        BROKEN.replace("raise", "return super().select(call, state, budget)  #")
+    )
     sys.modules.pop("breaking", None)
     assert go(*sweep) == 0  # other code: another job
     assert "Breaks" in set(load(folders(tmp_path)[-1])["policy"])
@@ -238,18 +241,28 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_measured(go, tmp_path, capsy
 
     written = []
 
+    def no_space(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
     def full(descriptor: int) -> None:
         written.append(descriptor)
         if len(written) > 1:
-            raise OSError(28, "No space left on device")
+            no_space()
 
     monkeypatch.setattr(journal.os, "fsync", full)
     monkeypatch.setattr("sparse_eval.cells.write_atomic", lambda *_: None)
-    monkeypatch.setattr("sparse_eval.capture.save_file", lambda *_, **__: full(0))
+    monkeypatch.setattr("sparse_eval.capture.save_file", no_space)
     assert go(*CHEAP, "budget=[64,96,128]") == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert lines == ["error: OSError: [Errno 28] No space left on device"]
-    assert len(load(folders(tmp_path)[0])) == 0 or True
+    assert len(load(folders(tmp_path)[0])) == 3 * 2
+
+
+def test_an_outputs_folder_that_cannot_be_written_is_one_line(go, tmp_path, capsys):
+    (tmp_path / "outputs").write_text("not a folder")
+    assert go(*CHEAP, "budget=64") == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: outputs/recall cannot be written")
 
 
 def test_a_missing_parquet_is_made_from_the_journal(go, tmp_path):
@@ -282,7 +295,7 @@ def process(root: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-SLOW = [*TINY[:2], "prompts.n=4", *TINY[3:], "policy=quest,window,random,oracle"]
+SLOW = [*TINY[:2], "prompts.n=2", *TINY[3:], "policy=quest,window,random,oracle"]
 SLOW += ["budget=64,80,96,112", "compare=[]"]
 
 
