@@ -41,15 +41,17 @@ def main() -> None:
     if checked is not None:
         from sparse_eval.app import main as run_app
 
-        run_app(checked.words, checked.jobs, checked.composer)
+        run_app(checked)
 
 
 @dataclass(frozen=True)
 class Checked:
-    """words: what Hydra gets, a sweep's jobs packed. jobs: a sweep's, None for one run."""
+    """words: what Hydra gets, a sweep's jobs packed. jobs: the overrides of each; one if no sweep.
+    composer: the one that has composed them."""
 
     words: list[str]
-    jobs: list[list[str]] | None
+    jobs: list[list[str]]
+    is_sweep: bool
     composer: Any
 
 
@@ -84,7 +86,11 @@ def check(words: Sequence[str]) -> Checked | None:
     composer = Composer(tuple([flags.config_dir] if flags.config_dir else []))
     composer.check_words(parsed)
     composer.check_launcher(parsed)
-    jobs = [without_hydra(job) for job in sweep_jobs(parsed)] if is_sweep else [list(overrides)]
+    jobs = (
+        [without_hydra(job) for job in sweep_jobs(parsed)]
+        if is_sweep
+        else [without_hydra(overrides)]
+    )
     is_plan = any(word.replace(" ", "").lower() == "plan=true" for word in overrides)
     if not is_plan:
         for job in jobs:
@@ -100,7 +106,7 @@ def check(words: Sequence[str]) -> Checked | None:
         print_plan([(" ".join(job), attempt(composer, job)) for job in jobs])
         return None
     flag_words = [word for word in words if word not in flags.overrides]
-    return Checked([*flag_words, *overrides], jobs if is_sweep else None, composer)
+    return Checked([*flag_words, *overrides], jobs, is_sweep, composer)
 
 
 def attempt(composer: Any, job: Sequence[str]) -> Any:

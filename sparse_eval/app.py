@@ -8,11 +8,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -187,13 +186,21 @@ def summarise(
     }
 
 
-def main(argv: Sequence[str], jobs: Sequence[Sequence[str]] | None, composer: Composer) -> None:
-    """Hand validated words to Hydra. jobs: a sweep's, each job's overrides; composer: the one that
-    has composed them."""
-    SWEEP.folder, SWEEP.composer = None, composer
-    SWEEP.jobs = [list(words) for words in jobs or []]
-    check_writable(argv, SWEEP.jobs[0] if SWEEP.jobs else argv)
-    sys.argv[1:] = list(argv)
+class Checked(Protocol):
+    """A command line that was composed and validated, as __main__ hands it over."""
+
+    words: list[str]
+    jobs: list[list[str]]
+    is_sweep: bool
+    composer: Composer
+
+
+def main(checked: Checked) -> None:
+    """Hand validated words to Hydra; after a sweep, put together what its jobs left."""
+    SWEEP.folder, SWEEP.composer = None, checked.composer
+    SWEEP.jobs = checked.jobs if checked.is_sweep else []
+    check_writable(checked)
+    sys.argv[1:] = checked.words
     stop_on_signals()
     try:
         hydra.main(version_base="1.3", config_path="pkg://sparse_eval.conf", config_name="config")(
@@ -201,19 +208,17 @@ def main(argv: Sequence[str], jobs: Sequence[Sequence[str]] | None, composer: Co
         )()
     finally:
         stopped = isinstance(sys.exc_info()[1], SystemExit) and sys.exc_info()[1].code != 1  # type: ignore[union-attr]
-        failed = bool(SWEEP.jobs) and not stopped and not end_sweep(list(argv))
+        failed = bool(SWEEP.jobs) and not stopped and not end_sweep(checked.words)
     if failed:
         sys.exit(1)
 
 
-def check_writable(argv: Sequence[str], job_words: Sequence[str]) -> None:
+def check_writable(checked: Checked) -> None:
     """One line and exit code 1 where outputs/<name> cannot be written; a folder that was given to
     Hydra is Hydra's to check."""
-    if any(re.match(r"hydra\.(run|sweep)\.", word) for word in argv):
+    if any(re.match(r"hydra\.(run|sweep)\.", word) for word in checked.words):
         return
-    assert SWEEP.composer is not None
-    words = [word for word in job_words if not word.startswith(("-", "hydra"))]
-    folder = Path("outputs") / SWEEP.composer.compose(words)["name"]
+    folder = Path("outputs") / checked.composer.compose(checked.jobs[0])["name"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

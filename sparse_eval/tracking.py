@@ -261,7 +261,7 @@ class WandbTracker:
             values = {
                 f"{task}/{line['policy']}{setting}/{value}": line[f"{task}/{value}"]
                 for line in lines.to_dict("records")
-                for task, value in (part.split("/") for part in parts)
+                for task, value in (str(part).split("/") for part in parts)
                 if not math.isnan(line[f"{task}/{value}"])
             }
             if not math.isnan(budget):
