@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparse_eval.compose import Checked
 
 HELP = """\
 python -m sparse_eval [key=value …]          one run
@@ -44,17 +46,6 @@ def main() -> None:
         run_app(checked)
 
 
-@dataclass(frozen=True)
-class Checked:
-    """words: what Hydra gets, a sweep's jobs packed. jobs: the overrides of each; one if no sweep.
-    composer: the one that has composed them."""
-
-    words: list[str]
-    jobs: list[list[str]]
-    is_sweep: bool
-    composer: Any
-
-
 def flags_first(words: Sequence[str]) -> list[str]:
     """Hydra's parser wants its flags before the key=value words; people write them anywhere."""
     flags: list[str] = []
@@ -70,7 +61,7 @@ def flags_first(words: Sequence[str]) -> list[str]:
 
 def check(words: Sequence[str]) -> Checked | None:
     """Compose and validate every job. None: there is nothing left to do (the plan is printed)."""
-    from sparse_eval.compose import Composer, parse, sweep_jobs
+    from sparse_eval.compose import Checked, Composer, parse, sweep_jobs
     from sparse_eval.pack import pack, packed_keys, without_hydra
     from sparse_eval.settings import resolve
 

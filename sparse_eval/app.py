@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +19,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from sparse_eval.compose import Composer
+from sparse_eval.compose import Checked, Composer
 from sparse_eval.config import Settings
 from sparse_eval.core import Row
 from sparse_eval.device import describe_device, peak_memory_bytes
@@ -184,15 +184,6 @@ def summarise(
         "wall_seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(settings.device),
     }
-
-
-class Checked(Protocol):
-    """A command line that was composed and validated, as __main__ hands it over."""
-
-    words: list[str]
-    jobs: list[list[str]]
-    is_sweep: bool
-    composer: Composer
 
 
 def main(checked: Checked) -> None:

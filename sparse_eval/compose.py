@@ -111,6 +111,17 @@ class Composer:
         raise ValueError(f"{group} must be one of {', '.join(options)}, got {value!r}{hint}")
 
 
+@dataclass(frozen=True)
+class Checked:
+    """words: what Hydra gets, a sweep's jobs packed. jobs: the overrides of each; one if no sweep.
+    composer: the one that has composed them."""
+
+    words: list[str]
+    jobs: list[list[str]]
+    is_sweep: bool
+    composer: Composer
+
+
 def group_values(override: Override) -> list[Any]:
     """The values a group override takes, each of a sweep's."""
     if override.is_sweep_override():
