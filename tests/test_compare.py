@@ -80,7 +80,8 @@ def test_what_few_samples_cannot_show_is_said():
 
 
 def test_cells_of_one_run_alone_are_listed():
-    found = compare(rows(), rows()[lambda r: r["policy"] == "quest"], CONFIG, CONFIG)
+    only_quest = rows().query("policy == 'quest'")
+    found = compare(rows(), only_quest, CONFIG, CONFIG)
     assert found.only_a == ["window at 256 tokens", "window at 512 tokens"] and not found.only_b
 
 
