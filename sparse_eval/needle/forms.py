@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from sparse_eval.columns import names
 
 WORDS = names(
-    "accordion avalanche balcony bicycle blanket boulder bucket butterfly cabinet candle carpet"
-    " cathedral chimney compass cottage curtain diamond dragon engine fountain furnace galaxy"
-    " guitar hammock harvest helmet hurricane iceberg jacket jungle kettle kitchen ladder lantern"
-    " lemonade lighthouse lizard machine mirror monsoon mountain mushroom notebook octopus"
-    " orchard oxygen parachute penguin piano pillow planet puzzle pyramid rainbow rocket sandwich"
-    " satellite saxophone scissors skeleton snowflake squirrel statue submarine sunflower"
-    " telescope thunder tornado trumpet tunnel turtle umbrella volcano waterfall whistle windmill"
-    " wizard"
+    "accordion avalanche bicycle boulder butterfly cabinet candle carnival cathedral chimney"
+    " cinnamon compass cottage curtain diamond dragon engine furnace galaxy gondola guitar"
+    " hammock harvest hurricane iceberg jungle kettle kitchen lantern lemonade lighthouse machine"
+    " marathon mirror monsoon mountain mushroom notebook octopus oxygen parachute pelican penguin"
+    " piano planet puzzle pyramid rainbow rocket sandwich satellite saucepan saxophone scissors"
+    " skeleton snowflake squirrel statue submarine sunflower tambourine telescope thunder tornado"
+    " trumpet turtle typewriter umbrella volcano waterfall windmill wizard"
 )
 
 
@@ -36,10 +35,12 @@ class Found:
 @dataclass(frozen=True)
 class Form:
     """pattern: a maximal run that could be meant as a value. is_full(run, truth): a normalised run
-    has the right form. is_close(run, truth): it is close to the true value beyond chance."""
+    has the right form. is_close(run, truth): it is close to the true value beyond chance. joint: a
+    character after which a run may go on."""
 
     name: str
     pattern: re.Pattern[str]
+    joint: str
     normal: Callable[[str], str]
     is_full: Callable[[str, str], bool]
     is_close: Callable[[str, str], bool]
@@ -67,7 +68,8 @@ def shares_run(a: str, b: str, length: int) -> bool:
 DIGITS = Form(
     "digits",
     # not inside a longer number or name; 48,217 is 48217
-    re.compile(r"(?<![0-9A-Za-z])(?<![0-9][.,])[0-9]+(?:,[0-9]{3})*(?![0-9A-Za-z]|[.,][0-9])"),
+    re.compile(r"(?<![0-9A-Za-z])(?<![0-9][.,])[0-9]+(?:,[0-9]{3})*(?![0-9A-Za-z]|,[0-9])"),
+    ",",
     lambda run: run.replace(",", ""),
     lambda value, truth: len(value) == len(truth),
     lambda value, truth: edit_distance(value, truth) <= 1,
@@ -75,6 +77,7 @@ DIGITS = Form(
 WORD = Form(
     "word",
     re.compile(r"(?<![0-9A-Za-z])[A-Za-z]+(?![0-9A-Za-z])"),
+    "",
     str.lower,
     lambda value, truth: value in WORDS,
     lambda value, truth: edit_distance(value, truth) <= 2,
@@ -82,6 +85,7 @@ WORD = Form(
 UUID = Form(
     "uuid",
     re.compile(r"(?<![0-9A-Za-z-])[0-9A-Fa-f]+(?:-[0-9A-Fa-f]+)*(?![0-9A-Za-z]|-[0-9A-Za-z])"),
+    "-",
     str.lower,
     lambda value, truth: [len(part) for part in value.split("-")] == [8, 4, 4, 4, 12],
     lambda value, truth: shares_run(value, truth, 8),

@@ -38,10 +38,10 @@ class Score:
 def decided(text: str, truth: str, others: Collection[str], form: Form) -> Score | None:
     """The outcome that the answer so far settles, whatever follows; None: go on reading.
 
-    A run that touches the end of the text may still grow and settles nothing."""
+    A run at the end of the text may still grow, and settles nothing."""
     truth, planted = truth.lower(), {other.lower() for other in others}
     for run in form.runs(text):
-        if run.end == len(text):
+        if text[run.end :] in ("", form.joint):
             return None
         if run.value == truth:
             return Score("correct", run.end)
