@@ -37,6 +37,8 @@ def sparse_decode_triton(
     page_lse: bool = False,
     block_t: int | None = None,
     num_splits: int | None = None,
+    num_warps: int = 4,
+    num_stages: int = 3,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Arguments and results as in api.sparse_decode, which checks them.
 
@@ -66,6 +68,7 @@ def sparse_decode_triton(
     k_strides, v_strides = (
         (x.stride(0) if table is not None or len(x) > 1 else 0, *x.stride()[1:]) for x in (k, v)
     )
+    pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
         attend_split_kernel[(rows, lists, num_splits)](
             *(q, k, v, pages, counts, starts, lengths.contiguous(), table, acc, m, l, parts),
@@ -83,11 +86,16 @@ def sparse_decode_triton(
             BLOCK_T=block_t,
             BLOCK_D=block_d,
             BLOCK_E=block_e,
+            PDL=pdl,
+            num_warps=num_warps,
+            num_stages=num_stages,
             enable_fp_fusion=True,
         )
         merge_splits_kernel[(rows * heads, triton.cdiv(e, 32))](
             *(acc, m, l, out, lse, num_splits),
             E=e,
+            PDL=pdl,
+            launch_pdl=pdl,
             BLOCK_SPLITS=triton.next_power_of_2(num_splits),
             BLOCK_E=32,
             enable_fp_fusion=True,
@@ -106,6 +114,12 @@ def splits_of(lists: int, tiles: int, device: torch.device) -> int:
     """Splits per list: two programs per multiprocessor, none without room for a tile of its own."""
     wanted = triton.cdiv(2 * multiprocessors(device), max(1, lists))
     return max(1, min(tiles, wanted, MAX_SPLITS))
+
+
+@cache
+def can_overlap_launches(device: torch.device) -> bool:
+    """Programmatic dependent launch: from compute capability 9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
