@@ -1,4 +1,4 @@
-"""Launch Quest's select: sizes that depend on shapes alone, one launch."""
+"""Launch Quest's select: sizes that depend on shapes alone; score, then choose."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from sparse_eval.kernels.quest_select.kernel import select_kernel, update_kernel
+from sparse_eval.kernels.quest_select.kernel import choose_kernel, score_kernel, update_kernel
 from sparse_eval.kernels.sparse_decode.kernel import INTERPRETED
+from sparse_eval.kernels.sparse_decode.launch import can_overlap_launches, multiprocessors
+
+MAX_PAGES = 2**15 - 1
 
 
 def quest_select_triton(
@@ -26,9 +29,11 @@ def quest_select_triton(
     scale: float,
     update: bool = False,
     block_table: Tensor | None = None,
-    arrived: Tensor | None = None,
-    block_p: int = 64,
-    num_warps: int = 4,
+    block_p: int | None = None,
+    num_blocks: int | None = None,
+    score_warps: int = 4,
+    score_stages: int = 3,
+    choose_warps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in api.quest_select, which checks them."""
     rows, kv_heads, num_pages = len(q), mid.shape[1], mid.shape[2]
@@ -37,18 +42,42 @@ def quest_select_triton(
     scores = torch.empty(rows, kv_heads, num_pages, dtype=torch.float32, device=q.device)
     pages = torch.empty(rows, kv_heads, width, dtype=torch.int32, device=q.device)
     counts = torch.empty(rows, kv_heads, dtype=torch.int32, device=q.device)
-    if arrived is None:
-        arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=q.device)
-    num_blocks = triton.cdiv(num_pages, block_p)
+    block_p = block_p or 64
+    num_blocks = num_blocks or blocks_of(rows * kv_heads, num_pages, block_p, q.device)
+    block_pages = max(128, triton.next_power_of_2(num_pages))
+    pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
-        select_kernel[(num_blocks, kv_heads, rows)](
-            *(q, k, starts, lengths, block_table, mid, half, scores, arrived, pages, counts),
-            *(float(scale), num_pages, width, budget // page_size, budget, sink_pages),
-            *(local_pages, num_blocks, q.shape[1] // kv_heads),
-            *strides_of(q, k, mid, block_table),
-            **constants(q, k, page_size, num_pages, block_table, group, update),
+        score_kernel[(num_blocks + update, kv_heads, rows)](
+            *(q, k, starts, lengths, block_table, mid, half, scores),
+            *(float(scale), num_pages, num_blocks, q.shape[1] // kv_heads),
+            0 if block_table is None else block_table.stride(0),
+            *q.stride(),
+            *batch_strides(k, block_table),
+            mid.stride(0) if len(mid) > 1 else 0,
+            D=q.shape[2],
+            PAGE_SIZE=page_size,
+            BLOCK_SIZE=1 if block_table is None else k.shape[2],
+            GROUP_SUM=group == "sum",
+            UPDATE=update,
+            INTERPRET=INTERPRETED,
+            PDL=pdl,
+            BLOCK_M=max(16, triton.next_power_of_2(q.shape[1] // kv_heads)),
+            BLOCK_D=max(16, triton.next_power_of_2(q.shape[2])),
             BLOCK_P=block_p,
-            num_warps=num_warps,
+            BLOCK_TOKENS=triton.next_power_of_2(page_size),
+            num_warps=score_warps,
+            num_stages=score_stages,
+            enable_fp_fusion=True,
+        )
+        choose_kernel[(kv_heads, rows)](
+            *(scores, lengths, pages, counts, num_pages, width, budget // page_size, budget),
+            *(sink_pages, local_pages),
+            PAGE_SIZE=page_size,
+            PDL=pdl,
+            BLOCK_PAGES=block_pages,
+            num_warps=choose_warps or min(16, max(4, block_pages // 256)),
+            launch_pdl=pdl,
+            enable_fp_fusion=True,
         )
     return pages, counts
 
@@ -76,6 +105,7 @@ def update_metadata_triton(
             BLOCK_SIZE=1 if block_table is None else k.shape[2],
             BLOCK_D=max(16, triton.next_power_of_2(k.shape[3])),
             BLOCK_TOKENS=triton.next_power_of_2(page_size),
+            enable_fp_fusion=True,
         )
 
 
@@ -84,34 +114,7 @@ def batch_strides(k: Tensor, block_table: Tensor | None) -> tuple[int, ...]:
     return (k.stride(0) if block_table is not None or len(k) > 1 else 0, *k.stride()[1:])
 
 
-def strides_of(q: Tensor, k: Tensor, mid: Tensor, block_table: Tensor | None) -> tuple[int, ...]:
-    """stride_tb, stride_q*, stride_k*, stride_mb of the kernel's arguments."""
-    return (
-        0 if block_table is None else block_table.stride(0),
-        *q.stride(),
-        *batch_strides(k, block_table),
-        mid.stride(0) if len(mid) > 1 else 0,
-    )
-
-
-def constants(
-    q: Tensor,
-    k: Tensor,
-    page_size: int,
-    num_pages: int,
-    block_table: Tensor | None,
-    group: str,
-    update: bool,
-) -> dict[str, object]:
-    return {
-        "D": q.shape[2],
-        "PAGE_SIZE": page_size,
-        "BLOCK_SIZE": 1 if block_table is None else k.shape[2],
-        "GROUP_SUM": group == "sum",
-        "UPDATE": update,
-        "INTERPRET": INTERPRETED,
-        "BLOCK_M": max(16, triton.next_power_of_2(q.shape[1] // k.shape[1])),
-        "BLOCK_D": max(16, triton.next_power_of_2(q.shape[2])),
-        "BLOCK_TOKENS": triton.next_power_of_2(page_size),
-        "BLOCK_PAGES": triton.next_power_of_2(num_pages),
-    }
+def blocks_of(lists: int, num_pages: int, block_p: int, device: torch.device) -> int:
+    """Programs that score one list: four per multiprocessor in all, each with a tile of its own."""
+    wanted = triton.cdiv(4 * multiprocessors(device), lists)
+    return max(1, min(triton.cdiv(num_pages, block_p), wanted))

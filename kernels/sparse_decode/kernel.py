@@ -67,6 +67,7 @@ def attend_split_kernel(
     P_UNIT: tl.constexpr,  # weights enter the dot times P_UNIT, clear of fp16's floor
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,  # the merge is launched as a programmatic dependent of this kernel
+    CHAINED: tl.constexpr,  # and this kernel as one of the kernel that writes the lists
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -77,71 +78,7 @@ def attend_split_kernel(
     row = tl.program_id(0).to(tl.int64)
     list_id = tl.program_id(1)
     split = tl.program_id(2)
-    num_lists = tl.num_programs(1)
-    sizes = (num_tokens, num_slots, num_parts, heads_per_list, lists_per_kv_head, num_splits)
-    k_strides = (stride_kb, stride_kg, stride_kn, stride_kd)
-    v_strides = (stride_vb, stride_vg, stride_vn, stride_ve)
-    tensors = (q_ptr, k_ptr, v_ptr, pages_ptr, counts_ptr, starts_ptr, lengths_ptr, table_ptr)
-    m, l, acc = attend_split(
-        *(row, list_id, num_lists, split, tensors, part_ptr, scale, sizes, stride_tb),
-        *(stride_qb, stride_qh, stride_qd, k_strides, v_strides, D, E, PAGE_SIZE, BLOCK_SIZE),
-        *(PART, P_UNIT, INTERPRET, BLOCK_M, BLOCK_T, BLOCK_D, BLOCK_E),
-    )
-    row_list = row * num_lists + list_id
-    store_split(
-        *(m, l, acc, m_ptr, l_ptr, acc_ptr, row_list, split, num_splits, heads_per_list),
-        *(E, P_UNIT, BLOCK_M, BLOCK_E),
-    )
-
-
-@triton.jit
-def pdl_launch(PDL: tl.constexpr):
-    """Let the next kernel of the stream be put in place; it waits for this one's end by itself."""
-    if PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def pdl_wait(PDL: tl.constexpr):
-    """Wait for the end of the kernel before this one."""
-    if PDL:
-        gdc_wait()
-
-
-@triton.jit
-def attend_split(
-    row,
-    list_id,
-    num_lists,
-    split,
-    tensors,
-    part_ptr,
-    scale,
-    sizes,
-    stride_tb,
-    stride_qb,
-    stride_qh,
-    stride_qd,
-    k_strides,
-    v_strides,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    P_UNIT: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    """One split of one list: m = max s, l = sum exp(s - m), acc = P_UNIT * sum exp(s - m) * v."""
-    q_ptr, k_ptr, v_ptr, pages_ptr, counts_ptr, starts_ptr, lengths_ptr, table_ptr = tensors
-    num_tokens, num_slots, num_parts, heads_per_list, lists_per_kv_head, num_splits = sizes
-    stride_kb, stride_kg, stride_kn, stride_kd = k_strides
-    stride_vb, stride_vg, stride_vn, stride_ve = v_strides
-    row_list = row * num_lists + list_id
+    row_list = row * tl.num_programs(1) + list_id
     kv_head = (list_id // lists_per_kv_head).to(tl.int64)
     k_ptr += kv_head * stride_kg
     v_ptr += kv_head * stride_vg
@@ -155,16 +92,17 @@ def attend_split(
     if starts_ptr is not None:
         start = tl.load(starts_ptr + row)
     length = tl.minimum(tl.load(lengths_ptr + row), num_tokens - start)
+    pdl_wait(CHAINED)
     count = num_slots
     walk = length  # tokens to walk, the unread rest of a partial page included
     if pages_ptr is not None:
         pages_ptr += row_list * num_slots
-        # .cg: lists may have been written by another program of this launch
-        count = tl.minimum(tl.load(counts_ptr + row_list, cache_modifier=".cg"), num_slots)
+        count = tl.minimum(tl.load(counts_ptr + row_list), num_slots)
         walk = count * PAGE_SIZE
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
+    offs_e = tl.arange(0, BLOCK_E)
     mask_m = offs_m < heads_per_list
     head = (list_id * heads_per_list + offs_m).to(tl.int64)
     row_head = row_list * heads_per_list + offs_m
@@ -185,9 +123,9 @@ def attend_split(
     cache = (k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
     parts = (part_ptr, num_parts, mask_m)
     num_tiles = (tl.maximum(walk, 0) + BLOCK_T - 1) // BLOCK_T
-    # Even shares: no split takes more than one tile more than another.
-    tile = (split * num_tiles) // num_splits
-    end = ((split + 1) * num_tiles) // num_splits
+    # No split takes more than one tile more than another.
+    tile = split * num_tiles // num_splits
+    end = (split + 1) * num_tiles // num_splits
     if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
         while tile < end:
             m, l, acc = attend_tile(
@@ -201,34 +139,26 @@ def attend_split(
                 *(i, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
                 *(PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
-    return m, l, acc
 
-
-@triton.jit
-def store_split(
-    m,
-    l,
-    acc,
-    m_ptr,  # [B, H, num_splits]
-    l_ptr,  # [B, H, num_splits]
-    acc_ptr,  # [B, H, num_splits, E]
-    row_list,
-    split,
-    num_splits,
-    heads_per_list,
-    E: tl.constexpr,
-    P_UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_e = tl.arange(0, BLOCK_E)
-    mask_m = offs_m < heads_per_list
-    offs_split = (row_list * heads_per_list + offs_m) * num_splits + split
+    offs_split = row_head * num_splits + split
     tl.store(m_ptr + offs_split, m, mask=mask_m)
     tl.store(l_ptr + offs_split, l, mask=mask_m)
     acc_ptrs = acc_ptr + offs_split[:, None] * E + offs_e
     tl.store(acc_ptrs, acc / P_UNIT, mask=mask_m[:, None] & (offs_e < E))
+
+
+@triton.jit
+def pdl_launch(PDL: tl.constexpr):
+    """Let the next kernel of the stream take its place; it waits for this one's end by itself."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait for the end of the kernel before this one, and for all it wrote."""
+    if PDL:
+        gdc_wait()
 
 
 @triton.jit
@@ -258,7 +188,7 @@ def attend_tile(
     offs_t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
-    block, token, read = locate(offs_t, lists, PAGE_SIZE, BLOCK_SIZE)
+    block, token, read = locate(offs_t, tile * BLOCK_T, lists, PAGE_SIZE, BLOCK_SIZE, BLOCK_T)
     k = tl.load(
         k_ptr + (block * stride_kb + token * stride_kn)[:, None] + offs_d * stride_kd,
         mask=read[:, None] & (offs_d < D),
@@ -291,17 +221,29 @@ def attend_tile(
 
 
 @triton.jit
-def locate(offs_t, lists, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where each token of the list lies (block, token in it; block 0 in a contiguous cache), and
-    whether it is read: in a valid slot, and live."""
+def locate(
+    offs_t,
+    first,
+    lists,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Where each token of a list's tile lies (block, token in it; block 0 in a contiguous cache),
+    and whether it is read: in a valid slot, and live. offs_t = first + arange(BLOCK_T)."""
     pages_ptr, table_ptr, start, length, count = lists
     if pages_ptr is None:
         position = offs_t
         read = position < length
     else:
-        slot = offs_t // PAGE_SIZE
-        page = tl.load(pages_ptr + slot, mask=slot < count, other=-1, cache_modifier=".cg")
-        position = page * PAGE_SIZE + offs_t % PAGE_SIZE
+        if PAGE_SIZE % BLOCK_T == 0:  # one slot a tile: a scalar, which needs no pipeline stage
+            slot = first // PAGE_SIZE
+            page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
+            position = page * PAGE_SIZE + first % PAGE_SIZE + tl.arange(0, BLOCK_T)
+        else:
+            slot = offs_t // PAGE_SIZE
+            page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
+            position = page * PAGE_SIZE + offs_t % PAGE_SIZE
         read = (page >= 0) & (page <= length // PAGE_SIZE) & (position < length)
     token = start + position
     if table_ptr is None:

@@ -37,8 +37,9 @@ def sparse_decode_triton(
     page_lse: bool = False,
     block_t: int | None = None,
     num_splits: int | None = None,
-    num_warps: int = 4,
-    num_stages: int = 3,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    chained: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Arguments and results as in api.sparse_decode, which checks them.
 
@@ -87,8 +88,10 @@ def sparse_decode_triton(
             BLOCK_D=block_d,
             BLOCK_E=block_e,
             PDL=pdl,
-            num_warps=num_warps,
-            num_stages=num_stages,
+            CHAINED=pdl and chained,
+            launch_pdl=pdl and chained,
+            num_warps=num_warps or 4,
+            num_stages=num_stages or 3,
             enable_fp_fusion=True,
         )
         merge_splits_kernel[(rows * heads, triton.cdiv(e, 32))](
