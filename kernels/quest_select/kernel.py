@@ -225,7 +225,7 @@ def choose_kernel(
     before = tl.cumsum(above.to(tl.int32) + (tied.to(tl.int32) << 16), 0)
     num_above = (before & 0xFFFF) - above.to(tl.int32)
     num_tied = (before >> 16) - tied.to(tl.int32)
-    keep = above | (tied & (num_tied < room))
+    keep = (above | (tied & (num_tied < room))).to(tl.int1)
     slot = num_above + tl.where(exact, 0, tl.minimum(num_tied, room))
     pages = pages_ptr + row_list * width
     tl.store(pages + slot, offs, mask=keep)
