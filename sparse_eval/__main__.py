@@ -26,7 +26,8 @@ python -m sparse_eval.check TARGET     the policy contract, on a policy of yours
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    words = flags_first(sys.argv[1:])
+    sys.argv[1:] = words  # what Hydra reads
     if words and words[0] in ("-h", "--help"):
         print(HELP)
         return
@@ -40,6 +41,19 @@ def main() -> None:
         from sparse_eval.app import main as run_app
 
         run_app(words)
+
+
+def flags_first(words: Sequence[str]) -> list[str]:
+    """Hydra's parser wants its flags before the key=value words; people write them anywhere."""
+    flags: list[str] = []
+    rest: list[str] = []
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        (flags if word.startswith("-") else rest).append(word)
+        if word in ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p") and waiting:
+            flags.append(waiting.pop(0))
+    return flags + rest
 
 
 def check(words: Sequence[str]) -> bool | None:

@@ -36,10 +36,15 @@ RECALL_COLUMNS = names(
 NEEDLE_COLUMNS = names(
     "needle_kind depth depth_realised outcome answer_nll first_token_rank page_hit"
     " page_hit_chance tokens_read density model_read_fraction gated"
+    " role wording chat layer page_hit_any page_hit_any_chance page_hit_heads heads_above_half"
+    " heads answer_steps kv_form stock_nll stock_agreement expected output output_ids"
+    " dense_output needle value_span"
 )
 FIDELITY_COLUMNS = names(
     "tokens kl_mean kl_p99 top1_agreement nll_dense nll_sparse tokens_read density"
     " model_read_fraction"
+    " long_tokens long_kl_mean long_kl_p99 long_top1_agreement long_nll_dense long_nll_sparse"
+    " kv_form stock_kl_mean stock_agreement"
 )
 LM_EVAL_COLUMNS = names(
     "lm_task metric value stderr n dense_value difference p_value gated truncated"
@@ -64,17 +69,18 @@ TEXT = frozenset(
     names(
         "task sample prompt_hash prompts model revision weights policy policy_config protocol"
         " backend device dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
-        " loglikelihood_mode what baseline"
+        " loglikelihood_mode what baseline role chat kv_form expected output needle"
+        " dense_output"
     )
 )
 INTEGER = frozenset(
     names(
         "schema budget_tokens page_size sink_pages local_pages context seed layer kv_head batch"
-        " num_heads num_kv_heads head_dim"
+        " num_heads num_kv_heads head_dim wording heads"
     )
 )
 FLAG = frozenset(names("adaptive dense_layer gated graph l2_resident"))
-LIST = frozenset({"dense_layers"})
+LIST = frozenset(names("dense_layers page_hit_heads output_ids value_span"))
 NUMBER = frozenset(ALL_COLUMNS) - TEXT - INTEGER - FLAG - LIST
 
 CELL_IDENTITY = names(

@@ -11,12 +11,35 @@ from typing import Any
 from sparse_eval.budgets import Budget, parse_budget, resolve_budget
 from sparse_eval.policies.base import Policy
 
-TASKS = ("recall",)
+TASKS = ("recall", "needle", "fidelity")
 QUERIES = ("greedy", "text")
 KEYS = tuple(
-    """model policy prompts task protocol tracking compare budget page_size sink_pages local_pages
-    context queries dense_layers backend device dtype seed name cache_dir model_cache
-    cache_prefill plan verbose""".split()
+    [
+        "model",
+        "policy",
+        "prompts",
+        "task",
+        "protocol",
+        "tracking",
+        "compare",
+        "budget",
+        "page_size",
+        "sink_pages",
+        "local_pages",
+        "context",
+        "queries",
+        "dense_layers",
+        "backend",
+        "device",
+        "dtype",
+        "seed",
+        "name",
+        "cache_dir",
+        "model_cache",
+        "cache_prefill",
+        "plan",
+        "verbose",
+    ]
 )
 
 
@@ -30,7 +53,8 @@ class NamedPolicy:
 
 @dataclass(frozen=True)
 class Settings:
-    """A validated run. Budgets are in tokens; device, dtype and backend are resolved names."""
+    """A validated run. Budgets are in tokens; budgets_asked are as given, fractions of a prompt's
+    length among them. device, dtype and backend are resolved names."""
 
     task: dict[str, Any]
     model: dict[str, Any]
@@ -39,6 +63,7 @@ class Settings:
     tracking: dict[str, Any]
     policies: tuple[NamedPolicy, ...]
     budgets: tuple[int, ...]
+    budgets_asked: tuple[Budget, ...]
     context: int
     queries: str
     dense_layers: tuple[int, ...]
@@ -108,6 +133,16 @@ def layer_indices(value: Any, num_layers: int | None) -> tuple[int, ...]:
             f"dense_layers must be below the model's {num_layers} layers, got {list(value)}"
         )
     return tuple(sorted(set(value)))
+
+
+def check_fidelity(task: Mapping[str, Any], context: int) -> None:
+    """task=fidelity's own keys."""
+    window = integer(task, "short_window", 2, "task.")
+    if window >= context:
+        raise ValueError(f"task.short_window must be below the context of {context}, got {window}")
+    gain = task["long_gain"]
+    if isinstance(gain, bool) or not isinstance(gain, int | float) or gain < 0:
+        raise ValueError(f"task.long_gain must be a number >= 0 (nats), got {gain!r}")
 
 
 def check_context(context: int, max_context: int | None, steps: int, model: str) -> None:

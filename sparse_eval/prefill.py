@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from sparse_eval.attention import Observer, observe
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,15 @@ def prefill(
     return Prefilled(ids, cache, observer.prompt_queries())
 
 
-@torch.inference_mode()
 def decode_step(model: Any, cache: Any, token: int) -> Tensor:
     """Feed one token: the cache grows by it. Returns the next token's logits [vocab]."""
-    inputs = torch.tensor([[token]], device=model.device)
-    out = model(inputs, **{cache_keyword(model): cache}, use_cache=True, logits_to_keep=1)
+    return feed(model, cache, torch.tensor([token]))
+
+
+@torch.inference_mode()
+def feed(model: Any, cache: Any, ids: Tensor) -> Tensor:
+    """Feed tokens (int64 [n]) in one forward: the cache grows by n. Returns the logits [vocab] that
+    follow the last."""
+    keyword = {cache_keyword(model): cache}
+    out = model(ids.to(model.device)[None], **keyword, use_cache=True, logits_to_keep=1)
     return out.logits[0, -1]

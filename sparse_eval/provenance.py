@@ -22,8 +22,9 @@ PACKAGE = Path(__file__).resolve().parent
 OUTPUT_ROOMS = frozenset(
     names(
         "__main__ app cache cells check columns compose config dashboard failure fetch files"
-        " headline journal margins palette plan plots progress provenance report results settings"
-        " summarise tracking"
+        " headline journal kits margins page_live palette plan plots plots_fidelity plots_needle"
+        " progress provenance report results settings show_fidelity show_needle show_recall"
+        " summarise summarise_fidelity summarise_needle tracking"
     )
 )
 """Modules that present or keep what was measured. Whatever else the package holds, new files

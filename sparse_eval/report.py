@@ -15,9 +15,16 @@ import pandas as pd
 
 from sparse_eval.dashboard import dashboard
 from sparse_eval.files import write_atomic
+from sparse_eval.page_live import live_page
 from sparse_eval.plots import recall_by_budget, recall_curve, recall_heatmap
+from sparse_eval.plots_fidelity import fidelity_curve
+from sparse_eval.plots_needle import needle_pictures
 from sparse_eval.results import load, row_sources, write_parquet
 from sparse_eval.summarise import split_settings
+from sparse_eval.summarise_fidelity import split_fidelity
+from sparse_eval.summarise_needle import split_needle
+
+LIVE_TASKS = {"needle", "fidelity"}
 
 
 def write_report(folder: Path | str) -> Path:
@@ -34,7 +41,9 @@ def report_of(places: Sequence[Path | str], folder: Path) -> Path:
     rows = load(sources)
     write_parquet(rows, folder / "rows.parquet")
     pictures = draw(rows, folder / "plots")
-    page = dashboard(rows, [summary_of(source, folder) for source in sources], pictures)
+    runs = [summary_of(source, folder) for source in sources]
+    is_live = bool(set(rows["task"]) & LIVE_TASKS)
+    page = (live_page if is_live else dashboard)(rows, runs, pictures)
     write_atomic(folder / "report.html", page.encode())
     return folder / "report.html"
 
@@ -47,10 +56,24 @@ def jobs_of(place: Path) -> list[Path]:
 
 
 def draw(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The pictures of each setting; several settings carry their name in the file's."""
+    """The pictures of each task and setting; several settings carry their name in the file's."""
+    tasks = set(rows["task"])
+    pictures: list[Path] = []
+    for name, part in split_needle(rows).items() if "needle" in tasks else ():
+        pictures += needle_pictures(rows, part, folder, file_end(name))
+    for name, part in split_fidelity(rows).items() if "fidelity" in tasks else ():
+        pictures.append(fidelity_curve(part, folder / f"fidelity{file_end(name)}.png"))
+    return pictures + (draw_recall(rows, folder) if "recall" in tasks else [])
+
+
+def file_end(setting: str) -> str:
+    return f"_{re.sub(r'[^a-zA-Z0-9.-]+', '_', setting).strip('_')}" if setting else ""
+
+
+def draw_recall(rows: pd.DataFrame, folder: Path) -> list[Path]:
     pictures = []
     for name, part in split_settings(rows).items():
-        end = f"_{re.sub(r'[^a-zA-Z0-9.-]+', '_', name).strip('_')}.png" if name else ".png"
+        end = f"{file_end(name)}.png"
         pictures.append(recall_curve(part, folder / f"recall_curve{end}"))
         if part["budget_tokens"].nunique() > 1:
             pictures.append(recall_by_budget(part, folder / f"recall_by_budget{end}"))

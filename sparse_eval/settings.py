@@ -14,6 +14,7 @@ from sparse_eval.compose import Composer
 from sparse_eval.config import NamedPolicy, Settings
 from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
 from sparse_eval.models import model_info
+from sparse_eval.needle.config import needle_config
 from sparse_eval.policies.base import Policy
 from sparse_eval.prompts import check_prompts
 from sparse_eval.store import user_cache
@@ -28,19 +29,16 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     check_keys(cfg)
     model = model_info(cfg["model"])
     context = config.integer(cfg, "context", 2)
-    steps = config.integer(cfg["task"], "steps", 1, "task.")
     config.integer(cfg["task"], "prompt_queries", 2, "task.")
-    config.check_context(context, model.max_context, steps, model.name)
     check_prompts(cfg["prompts"])
     check_tracking(cfg["tracking"])
+    asked = config.budgets(cfg["budget"])
     device = resolve_device(config.text(cfg, "device"))
     dtype = str(resolve_dtype(config.text(cfg, "dtype"), device)).removeprefix("torch.")
     policies = policies_of(composer, overrides, cfg)
-    if cfg["protocol"]["name"] != "decode":
-        raise ValueError(
-            "protocol must be decode for task=recall, which has no question of its own, "
-            f"got {cfg['protocol']['name']!r}"
-        )
+    for tokens, steps in prompt_lengths(cfg, context):
+        config.check_context(tokens, model.max_context, steps, model.name)
+        config.token_budgets(asked, tokens, policies)
     return Settings(
         task=cfg["task"],
         model=cfg["model"],
@@ -48,7 +46,8 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
         protocol=cfg["protocol"],
         tracking=cfg["tracking"],
         policies=policies,
-        budgets=config.token_budgets(config.budgets(cfg["budget"]), context, policies),
+        budgets=config.token_budgets(asked, context, policies),
+        budgets_asked=asked,
         context=context,
         queries=config.one_of(cfg, "queries", config.QUERIES),
         dense_layers=config.layer_indices(cfg["dense_layers"], model.num_layers),
@@ -62,6 +61,22 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
         cache_prefill=config.flag(cfg, "cache_prefill"),
         verbose=config.integer(cfg, "verbose", 0),
     )
+
+
+def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]]:
+    """Prompt lengths and the decode steps after each, in tokens; the task's own keys checked."""
+    task, protocol = cfg["task"], cfg["protocol"]["name"]
+    if task["name"] == "needle":
+        needle = needle_config(task, context=context, n=cfg["prompts"]["n"], protocol=protocol)
+        return [(tokens, needle.most_new_tokens) for tokens in needle.contexts]
+    if protocol != "decode":
+        raise ValueError(
+            f"protocol must be decode for task={task['name']}, which has no question of its own, "
+            f"got {protocol!r}"
+        )
+    if task["name"] == "fidelity":
+        config.check_fidelity(task, context)
+    return [(context, config.integer(task, "steps", 1, "task."))]
 
 
 def check_keys(cfg: Mapping[str, Any]) -> None:

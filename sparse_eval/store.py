@@ -101,8 +101,10 @@ def build_once(folder: Path, build: Callable[[Path], None], what: str) -> Path:
         if folder.exists():
             say(f"{folder} is damaged (not as it was written): making it again", logging.WARNING)
             shutil.rmtree(folder)
-        partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        # what a killed builder left; a name of one's own, should a child of it still be writing
+        for stale in folder.parent.glob(f"{folder.name}.*.partial"):
+            shutil.rmtree(stale, ignore_errors=True)
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
         partial.mkdir()
         try:
             build(partial)

@@ -105,6 +105,15 @@ def test_an_environment_without_pip_is_told_what_to_do(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+def test_an_unreachable_package_index_is_said_in_one_line(index, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "0")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    with pytest.raises(Unavailable, match="the package index cannot be reached") as error:
+        fetch_file(WANTED, tmp_path / "cache")
+    assert "\n" not in str(error.value)
+
+
 def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 

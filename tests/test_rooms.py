@@ -14,7 +14,15 @@ FILES = [
     p for d in ("sparse_eval", "policies", "kernels") for p in sorted((ROOT / d).glob("**/*.py"))
 ]
 LIBRARIES = {
-    "transformers": {"models", "prefill", "attention", "live", "lm_harness", "tiny", "gguf", "hub"},
+    "transformers": {
+        "models",
+        "tiny",
+        "prefill",
+        "prefill_store",
+        "attention",
+        "live",
+        "lm_harness",
+    },
     "hydra": {"app", "compose", "settings", "__main__"},
     "wandb": {"tracking"},
 }

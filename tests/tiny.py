@@ -35,5 +35,12 @@ def random_ids(length: int, *, rows: int = 1, seed: int = 0) -> Tensor:
 
 def tiny_capture(model: Any, *, context: int, steps: int, seed: int = 0) -> CapturedKV:
     filled = prefill(model, random_ids(context, seed=seed)[0])
-    meta = {"capture_hash": f"tiny-{context}-{steps}-{seed}", "model": "tiny", "prompt_hash": "p"}
+    meta = {
+        "capture_hash": f"tiny-{context}-{steps}-{seed}",
+        "model": "tiny",
+        "revision": "random",
+        "weights": "random",
+        "prompt_hash": "p",
+        "prompt_source": "random tokens",
+    }
     return record(model, filled, meta=meta, num_steps=steps)

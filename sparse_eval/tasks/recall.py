@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparse_eval.capture import CapturedKV, load_capture
 from sparse_eval.config import NamedPolicy, Settings
@@ -18,6 +18,9 @@ from sparse_eval.progress import Progress
 from sparse_eval.prompts import Prompt, make_prompts
 from sparse_eval.provenance import code_hash, version_of
 from sparse_eval.results import SCHEMA, CellStore, cell_key
+
+if TYPE_CHECKING:
+    from sparse_eval.prefill import Prefilled
 
 NUMERIC_PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers")
 
@@ -111,17 +114,10 @@ class Recall:
             self.progress.warn(f"capture not kept on disk ({error}); the run goes on")
 
     def _record(self, prompt: Prompt, key: str) -> CapturedKV:
-        from sparse_eval.prefill import prefill
         from sparse_eval.record import record
 
         s, info, model = self.settings, self.loaded.info, self.loaded.model
-        with self.progress.bar(f"prefill, prompt {prompt.sample}", len(prompt.ids) - 1) as tick:
-            filled = prefill(
-                model,
-                prompt.ids,
-                num_prompt_queries=s.task["prompt_queries"],
-                on_tokens=tick,
-            )
+        filled = self._prefill(prompt)
         meta = {
             "capture_hash": key,
             "model": info.label,
@@ -140,6 +136,28 @@ class Recall:
                 continuation=prompt.continuation if s.queries == "text" else None,
                 on_step=lambda: tick(1),
             )
+
+    def _prefill(self, prompt: Prompt) -> Prefilled:
+        """The prompt's prefill; kept on disk and read from there with cache_prefill=true."""
+        from sparse_eval.prefill import prefill
+        from sparse_eval.prefill_store import load_prefill, save_prefill
+
+        s, model = self.settings, self.loaded.model
+        path = s.cache_dir / "prefills" / f"{cell_key(self.capture_parts(prompt))}.safetensors"
+        if s.cache_prefill and path.is_file():
+            try:
+                return load_prefill(path, model, prompt.ids)
+            except ValueError as error:
+                self.progress.warn(f"{error}; prefilling again")
+        with self.progress.bar(f"prefill, prompt {prompt.sample}", len(prompt.ids) - 1) as tick:
+            options = {"num_prompt_queries": s.task["prompt_queries"], "on_tokens": tick}
+            filled = prefill(model, prompt.ids, **options)
+        if s.cache_prefill:
+            try:
+                save_prefill(filled, path)
+            except OSError as error:
+                self.progress.warn(f"prefill not kept on disk ({error}); the run goes on")
+        return filled
 
     def key(self, prompt: Prompt, named: NamedPolicy, budget: int | None) -> str:
         s = self.settings
@@ -191,6 +209,10 @@ class Recall:
         )
         self.replay_errors[prompt.sample] = error
         return evaluator
+
+    def facts(self) -> dict[str, Any]:
+        """Further keys of summary.json."""
+        return {"replay_error": {str(k): error for k, error in self.replay_errors.items()}}
 
     @cached_property
     def replay_errors(self) -> dict[int, float]:
