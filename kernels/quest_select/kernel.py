@@ -216,17 +216,19 @@ def choose_kernel(
             num_hi = n1
 
     # Either everything from lo up is wanted, or the keys that equal lo fill what is left.
-    exact = (num_lo == wanted) | (wanted <= 0)
-    above = is_open & (key.to(tl.int64) >= tl.where(exact, lo, hi)) & (wanted > 0)
-    tied = is_open & (key.to(tl.int64) == lo) & (exact == 0)
-    above = above | ((offs < num_visible) & (is_open == 0))
+    has_ties = (num_lo > wanted) & (wanted > 0)
+    none = tl.maximum(hi, 0) + INT_MAX  # no key is as large
+    at_least = tl.where(wanted > 0, tl.where(has_ties, hi, lo), none)
+    above = is_open & (key.to(tl.int64) >= at_least)
+    tied = is_open & (key.to(tl.int64) == tl.where(has_ties, lo, none))
+    above = above | (offs < num_sinks) | ((offs >= first_local) & (offs < num_visible))
     room = wanted - num_hi
     # One scan counts both kinds: pages before this one that are above, and that are tied.
     before = tl.cumsum(above.to(tl.int32) + (tied.to(tl.int32) << 16), 0)
     num_above = (before & 0xFFFF) - above.to(tl.int32)
     num_tied = (before >> 16) - tied.to(tl.int32)
-    keep = (above | (tied & (num_tied < room))).to(tl.int1)
-    slot = num_above + tl.where(exact, 0, tl.minimum(num_tied, room))
+    keep = above | (tied & (num_tied < room))
+    slot = num_above + tl.where(has_ties, tl.minimum(num_tied, room), 0)
     pages = pages_ptr + row_list * width
     tl.store(pages + slot, offs, mask=keep)
     tl.store(pages + offs, -1, mask=(offs >= count) & (offs < width))
