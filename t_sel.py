@@ -5,7 +5,8 @@ import torch
 from sparse_eval.core import AttentionCall
 from sparse_eval.policies.quest import Quest
 from sparse_eval.kernels.quest_select.launch import *
-from sparse_eval.kernels.quest_step.launch import *
+from sparse_eval.kernels.quest_step import quest_step as qs
+def quest_step_triton(*a,**k): return qs(*a,backend="triton",**k)
 from sparse_eval.kernels.sparse_decode import sparse_decode
 def test(dtype, group, page, sizes, integer=True, B=2,G=2,M=3,D=24,N=200,budget=64,lens=None,dev=os.environ.get("DEV","cpu"), padded=False):
     torch.manual_seed(0)
