@@ -70,7 +70,7 @@ def quest_select(
         )
     if len(mid) not in (1, len(q)):
         raise ValueError(f"mid and half must have batch {len(q)} (q's) or 1, got {len(mid)}")
-    check_backend(backend, q, q)
+    check_backend(backend, q, k)
     options = {
         "page_size": page_size,
         "budget": budget,
