@@ -87,9 +87,7 @@ def score_kernel(
                 tile += 1
         else:
             for i in tl.range(tile, end):
-                score_tile(
-                    *(i, q, mask_m, scale, pages, D, GROUP_SUM, INTERPRET, BLOCK_D, BLOCK_P)
-                )
+                score_tile(*(i, q, mask_m, scale, pages, D, GROUP_SUM, INTERPRET, BLOCK_D, BLOCK_P))
     if UPDATE:
         if (block == num_blocks) & (num_known == num_full - 1) & (num_full > 0):
             mid_D, half_D = write_metadata(
