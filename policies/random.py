@@ -18,6 +18,9 @@ from sparse_eval.policies.topk import top_pages
 Hashed = Any  # an int, or an int64 tensor
 
 
+MAX_KV_HEADS = 1024
+
+
 @dataclass(frozen=True, kw_only=True)
 class Random(Policy[State]):
     seed: int = 0
@@ -29,9 +32,9 @@ class Random(Policy[State]):
     def select(self, call: AttentionCall, state: State, budget: int | None) -> Selection:
         num_pages = num_pages_of(call.capacity, self.page_size)
         draw_B = hashed(hashed(hashed(0, self.seed), call.layer), call.lengths_B.long())
-        head = torch.arange(call.num_kv_heads, device=call.device)
-        page = torch.arange(num_pages, device=call.device)
-        draw_BGP = hashed(hashed(draw_B[:, None], head)[..., None], page)
+        head_G = torch.arange(call.num_kv_heads, device=call.device)
+        page_P = torch.arange(num_pages, device=call.device)
+        draw_BGP = hashed(draw_B[:, None, None], page_P * MAX_KV_HEADS + head_G[:, None])
         # 24 bits are exact in float32
         return top_pages((draw_BGP >> 8).float(), call, self, budget)
 

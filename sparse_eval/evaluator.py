@@ -106,14 +106,18 @@ class Evaluator:
         return float(torch.stack(errors).max())
 
     def state(self, policy: Policy, layer: int) -> State:
-        """The policy's state after the last decode step, built as decoding builds it: from the
-        prompt, then extended token by token. Full pages' metadata is final, so every query can
-        read it; select masks what lies beyond each query."""
+        """The policy's state after the last decode step. Full pages' metadata is final, so every
+        query can read it; select masks what lies beyond each query. What depends on the prompt is
+        built at its end and extended token by token; the rest from the cache as it stands, which
+        the policy contract says is the same."""
         if (policy, layer) not in self.states:
             started = time.perf_counter()
-            state = self.prompt_state(policy, layer)
-            for step in range(1, self.capture.num_queries):
-                policy.extend(state, self.capture.step_call(layer, step))
+            if policy.evidence == "prompt":
+                state = self.prompt_state(policy, layer)
+                for step in range(1, self.capture.num_queries):
+                    policy.extend(state, self.capture.step_call(layer, step))
+            else:
+                state = policy.init(self.capture.step_call(layer, self.capture.num_queries - 1))
             self.states[policy, layer] = state
             self.state_seconds += time.perf_counter() - started
         return self.states[policy, layer]

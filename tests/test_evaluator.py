@@ -20,6 +20,7 @@ from sparse_eval.policies.quest import Quest
 from sparse_eval.policies.random import Random
 from sparse_eval.policies.snapkv import SnapKV
 from sparse_eval.policies.window import Window
+from tests.tiny import tiny_capture, tiny_loaded
 
 SHARED: dict[str, Any] = {"page_size": 8, "sink_pages": 1, "local_pages": 2}
 SELECTING: list[Policy] = [
@@ -101,6 +102,24 @@ def test_replaying_full_equals_the_models_own_outputs(capture):
     assert evaluator.replay_error() < 1e-5
     rows = evaluator.cell(Full(), None)
     assert all(abs(row["mass_recall"] - 1) < 1e-6 and row["density"] == 1 for row in rows)
+
+
+def test_a_bfloat16_replay_is_as_close_as_bfloat16_allows():
+    model = tiny_loaded("tiny_qwen2", "bfloat16").model
+    captured = tiny_capture(model, context=120, steps=6)
+    evaluator = Evaluator(captured, "torch", ())
+    for i, layer in captured.layers.items():
+        group = layer.queries_THD.shape[1] // layer.keys_GND.shape[0]
+        keys, values = (
+            x.double().repeat_interleave(group, 0) for x in (layer.keys_GND, layer.values_GNE)
+        )
+        logits = layer.scale * torch.einsum("thd,hnd->thn", layer.queries_THD.double(), keys)
+        beyond = torch.arange(keys.shape[1]) >= captured.lengths_T[:, None]
+        weights = logits.masked_fill(beyond[:, None], -torch.inf).softmax(-1)
+        exact = torch.einsum("thn,hne->the", weights, values)
+        models_own = (layer.outputs_THE.double() - exact).norm() / exact.norm()
+        ours = (evaluator.truth(i, 16).out_THE.double() - exact).norm() / exact.norm()
+        assert 0 < ours <= 2 * models_own
 
 
 def test_dense_lse_equals_a_float64_logsumexp(capture):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import sparse_eval
 from sparse_eval.capture import CapturedKV
+from sparse_eval.device import DTYPES
 from sparse_eval.models import load_model
 from sparse_eval.prefill import prefill
 from sparse_eval.record import record
@@ -20,9 +21,9 @@ CONF = Path(sparse_eval.__file__).parent / "conf"
 
 
 @cache
-def tiny_loaded(name: str) -> Any:
+def tiny_loaded(name: str, dtype: str = "float32") -> Any:
     cfg = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
-    return load_model(cfg, device="cpu", dtype=torch.float32, model_cache=Path("unused"))
+    return load_model(cfg, device="cpu", dtype=DTYPES[dtype], model_cache=Path("unused"))
 
 
 def tiny_model(name: str) -> Any:
