@@ -68,8 +68,12 @@ def latency_curve(rows: pd.DataFrame, name: str, path: Path | str) -> Path:
 def draw_time(axes: Axes, what: str, graph: bool, line: pd.DataFrame) -> None:
     colour = COLOURS.get(what, OTHERS)
     label = what if graph else f"{what}, eager"
-    if what in ("dense", "sdpa") and graph and len(line) > 1:
-        label += f" ({slope(line['context'], line['median_us']):.2f} ns a token)"
+    if what == "dense" and graph and len(line) > 1:
+        steep = f"{slope(line['context'], line['median_us']):.2f} ns a token"
+        end = (line["context"].iloc[-1], line["median_us"].iloc[-1])
+        axes.annotate(
+            steep, end, (-4, 9), textcoords="offset points", ha="right", fontsize=8, color=colour
+        )
     style = {"color": colour, "linewidth": 1.8 if graph else 1.0}
     label = label if axes.get_subplotspec().is_first_col() else f"_{label}"  # type: ignore[union-attr]
     axes.plot(
@@ -112,7 +116,7 @@ def speedup_map(rows: pd.DataFrame, name: str, path: Path | str) -> Path:
     figure = new_figure(
         "A sparse step against the fastest dense attention",
         name,
-        2.6 + 1.1 * table.shape[1],
+        max(8.4, 2.6 + 1.1 * table.shape[1]),
         2.0 + 0.62 * table.shape[0],
     )
     axes = figure.subplots()

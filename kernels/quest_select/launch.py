@@ -42,7 +42,7 @@ def quest_select_triton(
     scores = torch.empty(rows, kv_heads, num_pages, dtype=torch.float32, device=q.device)
     pages = torch.empty(rows, kv_heads, width, dtype=torch.int32, device=q.device)
     counts = torch.empty(rows, kv_heads, dtype=torch.int32, device=q.device)
-    block_p = block_p or 64
+    block_p = block_p or 32
     num_blocks = num_blocks or blocks_of(rows * kv_heads, num_pages, block_p, q.device)
     block_pages = max(128, triton.next_power_of_2(num_pages))
     pdl = can_overlap_launches(q.device)
@@ -115,6 +115,6 @@ def batch_strides(k: Tensor, block_table: Tensor | None) -> tuple[int, ...]:
 
 
 def blocks_of(lists: int, num_pages: int, block_p: int, device: torch.device) -> int:
-    """Programs that score one list: four per multiprocessor in all, each with a tile of its own."""
-    wanted = triton.cdiv(4 * multiprocessors(device), lists)
+    """Programs that score one list: two per multiprocessor in all, each with a tile of its own."""
+    wanted = triton.cdiv(2 * multiprocessors(device), lists)
     return max(1, min(triton.cdiv(num_pages, block_p), wanted))

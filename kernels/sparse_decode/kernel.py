@@ -239,6 +239,7 @@ def locate(
         if PAGE_SIZE % BLOCK_T == 0:  # one slot a tile: a scalar, which needs no pipeline stage
             slot = first // PAGE_SIZE
             page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
+            page += tl.zeros([BLOCK_T], tl.int32)
             position = page * PAGE_SIZE + first % PAGE_SIZE + tl.arange(0, BLOCK_T)
         else:
             slot = offs_t // PAGE_SIZE
