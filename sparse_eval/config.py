@@ -12,7 +12,7 @@ from typing import Any
 from sparse_eval.budgets import Budget, parse_budget, resolve_budget
 from sparse_eval.policies.base import Policy
 
-TASKS = ("recall", "needle", "fidelity")
+TASKS = ("recall", "needle", "fidelity", "latency")
 QUERIES = ("greedy", "text")
 KEYS = tuple(
     [

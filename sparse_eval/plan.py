@@ -45,6 +45,9 @@ def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
 
 
 def cost_of(settings: Settings, flops: float) -> Cost:
+    if settings.task["name"] == "latency":  # no model and no prompt; minutes of GPU time
+        cells = len(settings.task["batches"]) * len(settings.task["contexts"])
+        return Cost(0, 0, cells, 0, None, None, None)
     task = Recall(settings, progress=None)  # type: ignore[arg-type]
     cells = settings.cells()
     store = CellStore(settings.cache_dir)

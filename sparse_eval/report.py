@@ -21,13 +21,14 @@ from sparse_eval.files import write_atomic
 from sparse_eval.page_live import fidelity_sections, live_page, needle_sections
 from sparse_eval.plots import also_as, recall_by_budget, recall_curve, recall_heatmap
 from sparse_eval.plots_fidelity import fidelity_curve
+from sparse_eval.plots_latency import latency_pictures
 from sparse_eval.plots_needle import needle_pictures
 from sparse_eval.results import load, row_sources, write_parquet
 from sparse_eval.summarise import split_settings
 from sparse_eval.summarise_fidelity import split_fidelity
 from sparse_eval.summarise_needle import split_needle
 
-LIVE_TASKS = {"needle", "fidelity"}
+LIVE_TASKS = {"needle", "fidelity", "latency"}
 VECTOR = ("pdf", "svg")
 FORMATS = ("html", *VECTOR, "latex", "csv")
 PROVENANCE = '\n<section id="provenance">'
@@ -106,6 +107,8 @@ def draw(rows: pd.DataFrame, folder: Path) -> list[Path]:
         pictures += needle_pictures(rows, part, folder, file_end(name))
     for name, part in split_fidelity(rows).items() if "fidelity" in tasks else ():
         pictures.append(fidelity_curve(part, folder / f"fidelity{file_end(name)}.png"))
+    if "latency" in tasks:
+        pictures += latency_pictures(rows[rows["task"] == "latency"], folder)
     return pictures + (draw_recall(rows, folder) if "recall" in tasks else [])
 
 
