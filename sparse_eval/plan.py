@@ -158,7 +158,8 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
     console.print(table)
     for name, error in jobs:
         if isinstance(error, ValueError):
-            console.print(f"[yellow]infeasible[/yellow] {name or '(defaults)'}: {error}")
+            line = f"[yellow]infeasible[/yellow] {name or '(defaults)'}: {error}"
+            console.print(line, soft_wrap=True)
     for (device, dtype), rate in rates.items():
         console.print(
             f"[dim]predicted from {rate / 1e9:,.0f} GFLOP/s, measured now by a {dtype} matrix "
