@@ -19,21 +19,42 @@ import pandas as pd
 from sparse_eval.columns import frame_of
 from sparse_eval.files import plain, to_json
 from sparse_eval.summarise import split_settings, summarise_recall
+from sparse_eval.summarise_fidelity import split_fidelity, summarise_fidelity
+from sparse_eval.summarise_needle import split_needle, summarise_needle
 
 if TYPE_CHECKING:
     from sparse_eval.core import Row
 
 MODES = ("offline", "online", "disabled")
 CURVES = {
-    "recall": "mass",
-    "recall_se": "mass_se",
-    "contested": "contested",
-    "output_error": "output_error",
-    "tokens_read": "tokens_read",
-    "model_read_fraction": "model_read_fraction",
-    "model_bytes": "model_bytes",
+    "recall": {
+        "recall": "mass",
+        "recall_se": "mass_se",
+        "contested": "contested",
+        "output_error": "output_error",
+        "tokens_read": "tokens_read",
+        "model_read_fraction": "model_read_fraction",
+        "model_bytes": "model_bytes",
+    },
+    "needle": {
+        "accuracy": "correct",
+        "low": "correct_low",
+        "high": "correct_high",
+        "answer_nll": "answer_nll",
+        "page_hit": "page_hit",
+        "page_hit_chance": "page_hit_chance",
+        "model_read_fraction": "model_read_fraction",
+    },
+    "fidelity": {
+        "kl_mean": "kl_mean",
+        "kl_p99": "kl_p99",
+        "top1_agreement": "top1_agreement",
+        "nll_sparse": "nll",
+        "long_kl_mean": "long_kl_mean",
+        "model_read_fraction": "model_read_fraction",
+    },
 }
-"""Column of the summary -> last part of its W&B key, recall/<policy>/<part>."""
+"""By task: column of the summary -> last part of its W&B key, <task>/<policy>/<part>."""
 
 
 class Tracker(Protocol):
@@ -135,7 +156,8 @@ class WandbTracker:
             abandon()
             self.run = self._init(mode, options, tracking)
         self.run.define_metric("budget_tokens")
-        self.run.define_metric("recall/*", step_metric="budget_tokens")
+        for task in CURVES:
+            self.run.define_metric(f"{task}/*", step_metric="budget_tokens")
         if mode == "offline":
             self.say(f"W&B: offline, upload with: wandb sync {Path(self.run.dir).parent}")
         elif mode == "online":
@@ -168,7 +190,7 @@ class WandbTracker:
             self.run = None
 
     def log_rows(self, rows: Iterable[Row] | pd.DataFrame) -> None:
-        """The rows as a table, and recall/<policy>/… over budget_tokens. A resumed run that
+        """The rows as a table, and <task>/<policy>/… over budget_tokens. A resumed run that
         already holds these rows gets nothing twice."""
         with self.guard("log the rows"):
             if self.run is None:
@@ -178,8 +200,8 @@ class WandbTracker:
             if self.run.summary.get("rows_digest") == digest:
                 return
             self._log_table(frame)
-            for name, part in split_settings(frame).items():
-                self._log_curves(summarise_recall(part), f" [{name}]" if name else "")
+            for task, name, table in summaries(frame):
+                self._log_curves(task, table, f" [{name}]" if name else "")
             self.run.summary["rows_digest"] = digest
 
     def _log_table(self, frame: pd.DataFrame) -> None:
@@ -190,15 +212,15 @@ class WandbTracker:
         ]
         self.run.log({"rows": wandb.Table(columns=list(frame.columns), data=lines)})  # type: ignore[attr-defined]
 
-    def _log_curves(self, table: pd.DataFrame, setting: str) -> None:
+    def _log_curves(self, task: str, table: pd.DataFrame, setting: str) -> None:
         for budget in table["budget_tokens"].astype(float).unique():
             lines = table[
                 table["budget_tokens"].fillna(-1) == (-1 if math.isnan(budget) else budget)
             ]
             values = {
-                f"recall/{line['policy']}{setting}/{part}": line[column]
+                f"{task}/{line['policy']}{setting}/{part}": line[column]
                 for line in lines.to_dict("records")
-                for column, part in CURVES.items()
+                for column, part in CURVES[task].items()
                 if not math.isnan(line[column])
             }
             if not math.isnan(budget):
@@ -236,6 +258,23 @@ class WandbTracker:
             if self.run is not None:
                 self.run.finish(exit_code=int(failed))
         self.run = None
+
+
+def summaries(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """(task, setting, table) of every task that the rows are of; a setting's name tells how it
+    differs from the task's others, needle kind and context included."""
+    tasks = set(rows["task"]) if "task" in rows else {"recall"}
+    if "recall" in tasks:
+        for name, part in split_settings(rows).items():
+            yield "recall", name, summarise_recall(part)
+    if "needle" in tasks:
+        for name, part in split_needle(rows).items():
+            grid = summarise_needle(part).groupby(["needle_kind", "context"], sort=False)
+            for (kind, context), table in grid:
+                yield "needle", ", ".join(filter(None, (name, f"{kind} {context}"))), table
+    if "fidelity" in tasks:
+        for name, part in split_fidelity(rows).items():
+            yield "fidelity", name, summarise_fidelity(part)
 
 
 def abandon() -> None:
