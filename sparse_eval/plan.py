@@ -13,7 +13,9 @@ from rich.table import Table
 from sparse_eval.config import Settings
 from sparse_eval.device import DTYPES, describe_device
 from sparse_eval.models import ModelInfo, model_info
+from sparse_eval.needle.config import needle_config
 from sparse_eval.results import CellStore
+from sparse_eval.tasks.live_task import arms_of
 from sparse_eval.tasks.recall import Recall
 
 
@@ -44,29 +46,50 @@ def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
     return max(rates)
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a job does if nothing is cached. steps: decode steps in all, its arms together."""
+
+    prompts: int
+    cells: int
+    steps: int
+    recall_cells: int = 0
+    captures: int = 0
+
+
+def work_of(settings: Settings) -> Work:
+    task, n = settings.task, settings.prompts["n"]
+    if task["name"] == "latency":  # no model and no prompt
+        return Work(prompts=0, cells=len(task["batches"]) * len(task["contexts"]), steps=0)
+    if task["name"] == "recall":
+        cells = len(settings.cells()) * n
+        return Work(n, cells, n * task["steps"], recall_cells=cells, captures=n)
+    arms = len(arms_of(settings))
+    if task["name"] == "fidelity":
+        return Work(n, n * arms, n * arms * task["steps"])
+    needle = needle_config(task, context=settings.context, n=n, protocol=settings.protocol["name"])
+    spots = len(needle.contexts) * len(needle.kinds) * len(needle.depths)
+    answers = spots * (n * arms + needle.gate.n)
+    return Work(spots * (n + needle.gate.n), answers, answers * needle.most_new_tokens)
+
+
 def cost_of(settings: Settings, flops: float) -> Cost:
-    if settings.task["name"] == "latency":  # no model and no prompt; minutes of GPU time
-        cells = len(settings.task["batches"]) * len(settings.task["contexts"])
-        return Cost(0, 0, cells, 0, None, None, None)
-    task = Recall(settings, progress=None)  # type: ignore[arg-type]
-    cells = settings.cells()
-    store = CellStore(settings.cache_dir)
-    prompts = task.local_prompts()
+    work, info = work_of(settings), model_info(settings.model)
     cached = captured = 0
-    for prompt in prompts or []:
-        cached += sum(store.has(task.key(prompt, *cell)) for cell in cells)
-        captured += task.capture_path(prompt).is_file()
-    n = settings.prompts["n"]
-    info = model_info(settings.model)
-    prefills = n - captured
+    if work.recall_cells:
+        task = Recall(settings, progress=None)  # type: ignore[arg-type]
+        store = CellStore(settings.cache_dir)
+        for prompt in task.local_prompts() or []:
+            cached += sum(store.has(task.key(prompt, *cell)) for cell in settings.cells())
+            captured += task.capture_path(prompt).is_file()
     return Cost(
-        prefills=prefills,
+        prefills=work.prompts - captured,
         captures_cached=captured,
-        cells=len(cells) * n,
+        cells=work.cells,
         cells_cached=cached,
-        seconds=_seconds(settings, info, flops, prefills, len(cells) * n - cached),
-        memory_bytes=_memory(settings, info),
-        disk_bytes=_capture_bytes(settings, info, prefills),
+        seconds=_seconds(settings, info, flops, work, captured, cached) if work.prompts else None,
+        memory_bytes=_memory(settings, info) if work.prompts else None,
+        disk_bytes=_capture_bytes(settings, info, max(0, work.captures - captured)),
     )
 
 
@@ -77,23 +100,24 @@ def _attention_flops(info: ModelInfo, queries: int, tokens: int) -> float:
 
 
 def _seconds(
-    settings: Settings, info: ModelInfo, flops: float, prefills: int, cells: int
+    settings: Settings, info: ModelInfo, flops: float, work: Work, captured: int, cached: int
 ) -> float | None:
     if not info.num_parameters or not info.num_layers:
         return None
-    n, steps = settings.context, settings.task["steps"]
+    n, left = settings.context, 1 - captured / work.prompts
     prefill = 2.0 * info.num_parameters * n + _attention_flops(info, n, n) / 2
-    cell = 2 * _attention_flops(info, steps, n)
-    # decoding reads every weight per step: as slow as 16 tokens' worth of arithmetic
-    decode = 2.0 * info.num_parameters * 16 * steps
-    return (prefills * (prefill + decode) + cells * cell) / flops
+    # a decode step reads every weight: as slow as the arithmetic of 16 tokens
+    step = 2.0 * info.num_parameters * 16
+    cell = 2 * _attention_flops(info, settings.task.get("steps", 0), n)
+    cells = work.recall_cells - cached if work.recall_cells else 0
+    return (left * (work.prompts * prefill + work.steps * step) + cells * cell) / flops
 
 
 def _kv_bytes(settings: Settings, info: ModelInfo) -> float | None:
     if not (info.num_layers and info.num_kv_heads and info.head_dim):
         return None
     size = DTYPES[settings.dtype].itemsize
-    tokens = settings.context + settings.task["steps"]
+    tokens = settings.context + settings.task.get("steps", 0)
     return 2.0 * info.num_layers * info.num_kv_heads * info.head_dim * size * tokens
 
 
@@ -134,7 +158,8 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
     console.print(table)
     for name, error in jobs:
         if isinstance(error, ValueError):
-            console.print(f"[yellow]infeasible[/yellow] {name or '(defaults)'}: {error}")
+            line = f"[yellow]infeasible[/yellow] {name or '(defaults)'}: {error}"
+            console.print(line, soft_wrap=True)
     for (device, dtype), rate in rates.items():
         console.print(
             f"[dim]predicted from {rate / 1e9:,.0f} GFLOP/s, measured now by a {dtype} matrix "

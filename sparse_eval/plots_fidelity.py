@@ -8,7 +8,14 @@ import pandas as pd
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from sparse_eval.plots import INK, save
-from sparse_eval.plots_needle import draw_line, line_axes, new_figure, read_axis
+from sparse_eval.plots_live import (
+    READ_LABEL,
+    draw_line,
+    legend_outside,
+    line_axes,
+    new_figure,
+    read_axis,
+)
 from sparse_eval.summarise_fidelity import summarise_fidelity
 
 
@@ -36,14 +43,8 @@ def fidelity_curve(rows: pd.DataFrame, path: Path | str) -> Path:
     for axes in panels:
         read_axis(axes, sparse["model_read_fraction"].min())
         line_axes(axes)
-    figure.supxlabel(
-        "share of the model's KV read per decode step (KV + metadata, all layers; log scale)",
-        color=INK,
-        fontsize=9.5,
-    )
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside right", frameon=False, fontsize=9
-    )
+    figure.supxlabel(READ_LABEL, color=INK, fontsize=9.5)
+    legend_outside(figure, panels[0])
     return save(figure, path)
 
 

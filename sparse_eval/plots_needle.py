@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from sparse_eval.needle.kinds import KINDS
 from sparse_eval.needle.score import OUTCOMES
-from sparse_eval.palette import look_of
-from sparse_eval.plots import DPI, GRID, INK, MARKER_SIZES, MUTED, save
-from sparse_eval.summarise_needle import (
-    depth_table,
-    hit_table,
-    measured,
-    summarise_needle,
+from sparse_eval.plots import INK, save
+from sparse_eval.plots_live import (
+    READ_LABEL,
+    draw_line,
+    legend_outside,
+    line_axes,
+    new_figure,
+    plain_axes,
+    read_axis,
+    style_bar,
 )
+from sparse_eval.summarise_needle import depth_table, hit_table, measured, summarise_needle
 
 PANELS_PER_LINE = 4
-READ_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 OUTCOME_COLOURS = {
     "correct": "#0072B2",
     "garbled": "#7FC4EA",
@@ -63,6 +63,7 @@ def needle_heatmap(answers: pd.DataFrame, path: Path | str) -> Path:
     are contexts, a panel per policy and share of the context read; with one they are budgets."""
     table = depth_table(answers)
     several = table["context"].nunique() > 1
+    contexts = sorted(table["context"].unique()) if several else []
     table["column"] = table["context"] if several else table["budget_tokens"]
     panels = heat_panels(table, several)
     lines = math.ceil(len(panels) / PANELS_PER_LINE)
@@ -73,14 +74,14 @@ def needle_heatmap(answers: pd.DataFrame, path: Path | str) -> Path:
         "Answers found, by the needle's depth", subject(answers), width, 1.2 + tall * lines
     )
     grid = figure.subplots(lines, columns, squeeze=False)
-    image = None
+    image: Any = None
     for axes, (name, part) in zip(grid.flat, panels, strict=False):
-        image = draw_depths(axes, part, name)
+        image = draw_depths(axes, part, name, contexts)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes in grid[:, 0]:
         axes.set_ylabel("depth (0 = first)", color=INK, fontsize=9)
-    unit = "context (tokens)" if several else "budget (tokens)"
+    unit = "context (tokens); a panel per policy and budget" if several else "budget (tokens)"
     figure.supxlabel(f"{unit}; hatched: dense gate not passed", color=INK, fontsize=9)
     bar = figure.colorbar(image, ax=grid, pad=0.015, aspect=18, format=PercentFormatter(1, 0))
     style_bar(bar, "correct")
@@ -88,31 +89,39 @@ def needle_heatmap(answers: pd.DataFrame, path: Path | str) -> Path:
 
 
 def heat_panels(table: pd.DataFrame, several: bool) -> list[tuple[str, pd.DataFrame]]:
+    """A panel per policy; with several contexts one per policy and budget, which is in tokens where
+    every context has the same ones and else a share of the context."""
     if not several:
         return [(str(name), part) for name, part in table.groupby("policy", sort=False)]
+    by_context = table.dropna(subset="budget_tokens").groupby("context")["budget_tokens"]
+    in_tokens = by_context.unique().map(sorted).map(tuple).nunique() <= 1
     share = (table["budget_tokens"] / table["context"]).round(3)
-    panels = table.assign(share=share).groupby(["policy", "share"], dropna=False, sort=False)
+    table = table.assign(level=table["budget_tokens"] if in_tokens else share)
+    order = {policy: i for i, policy in enumerate(table["policy"].unique())}
+    panels = table.groupby(["policy", "level"], dropna=False, sort=False)
+    named: list[Any] = sorted(panels, key=lambda panel: (order[panel[0][0]], panel[0][1]))
+    form = "{}, {:,.0f} tokens" if in_tokens else "{}, {:.1%}"
     return [
-        (f"{name}" + ("" if math.isnan(share) else f", {share:.1%} of the context"), part)
-        for (name, share), part in panels
+        (str(policy) if pd.isna(level) else form.format(policy, level), part)
+        for (policy, level), part in named
     ]
 
 
-def draw_depths(axes: Axes, part: pd.DataFrame, name: str) -> Any:
+def draw_depths(axes: Axes, part: pd.DataFrame, name: str, columns: list[float]) -> Any:
     """One panel: depths down, columns across, each cell with its accuracy."""
     heat = part.pivot(index="depth", columns="column", values="accuracy").sort_index()
+    heat = heat.reindex(columns=columns) if columns else heat
     gated = part.pivot(index="depth", columns="column", values="gated").reindex_like(heat)
     image = axes.imshow(heat.to_numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=1)
     for (line, column), value in np.ndenumerate(heat.to_numpy()):
         if not math.isnan(value):
             ink = INK if value > 0.6 else "white"
             axes.text(column, line, f"{value:.0%}", ha="center", va="center", fontsize=8, color=ink)
-        if gated.iloc[line, column]:
-            box = {"fill": False, "hatch": "////", "edgecolor": "#ffffff66", "linewidth": 0}
-            axes.add_patch(Rectangle((column - 0.5, line - 0.5), 1, 1, **box))
-    axes.set_xticks(
-        range(len(heat.columns)), ["all" if math.isnan(c) else f"{c:,.0f}" for c in heat.columns]
-    )
+        if gated.iloc[line, column] == 1:
+            box: dict[str, Any] = {"fill": False, "hatch": "////", "edgecolor": "#ffffff66"}
+            axes.add_patch(Rectangle((column - 0.5, line - 0.5), 1, 1, linewidth=0, **box))
+    labels = ["all" if pd.isna(column) else f"{column:,.0f}" for column in heat.columns]
+    axes.set_xticks(range(len(labels)), labels)
     axes.set_yticks(range(len(heat)), [f"{depth:g}" for depth in heat.index])
     axes.set_title(name, loc="left", fontsize=9.5, color=INK)
     plain_axes(axes)
@@ -138,54 +147,17 @@ def needle_curve(answers: pd.DataFrame, path: Path | str) -> Path:
     for axes in (left, right):
         read_axis(axes, table["model_read_fraction"].min())
         line_axes(axes)
-    figure.supxlabel(
-        "share of the model's KV read per decode step (KV + metadata, all layers; log scale)",
-        color=INK,
-        fontsize=9.5,
-    )
-    figure.legend(*left.get_legend_handles_labels(), loc="outside right", frameon=False, fontsize=9)
+    figure.supxlabel(READ_LABEL, color=INK, fontsize=9.5)
+    legend_outside(figure, left)
     return save(figure, path)
-
-
-def read_axis(axes: Axes, least: float) -> None:
-    """Shares of KV from `least` to 1, log scale, percent."""
-    axes.set_xscale("log")
-    axes.set_xticks(READ_TICKS, [f"{tick:.0%}" for tick in READ_TICKS])
-    axes.set_xlim(least / 1.15, 1.15)
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def draw_line(axes: Axes, policy: str, line: pd.DataFrame, y: str, errors: Any) -> None:
-    look = look_of(policy)
-    axes.errorbar(
-        line["model_read_fraction"],
-        line[y],
-        yerr=errors,
-        label=policy,
-        color=look.light,
-        linestyle=look.dash,
-        marker=look.marker,
-        markersize=MARKER_SIZES.get(look.marker, 6.5),
-        markeredgecolor="white",
-        markeredgewidth=0.9,
-        linewidth=1.9,
-        capsize=2.5,
-        elinewidth=1.2,
-        clip_on=False,
-        zorder=3,
-    )
 
 
 def needle_outcomes(answers: pd.DataFrame, path: Path | str) -> Path:
     """What the answers were, a bar per policy and budget."""
     table = summarise_needle(answers)
     names = [
-        f"{line.policy}"
-        if math.isnan(line.budget_tokens)
-        else f"{line.policy} {line.budget_tokens:,.0f}"
-        for line in table.itertuples()
+        policy if pd.isna(budget) else f"{policy} {budget:,.0f}"
+        for policy, budget in zip(table["policy"], table["budget_tokens"], strict=True)
     ]
     figure = new_figure("What was answered", subject(answers), 8.4, 1.9 + 0.3 * len(table))
     axes = figure.subplots()
@@ -200,7 +172,7 @@ def needle_outcomes(answers: pd.DataFrame, path: Path | str) -> Path:
     axes.xaxis.set_major_formatter(PercentFormatter(1, 0))
     axes.set_xlabel("share of answers; policy, budget in tokens")
     line_axes(axes)
-    figure.legend(loc="outside right", frameon=False, fontsize=9)
+    legend_outside(figure, axes)
     return save(figure, path)
 
 
@@ -219,7 +191,7 @@ def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> 
     height = 1.3 + len(panels) * (0.55 + 0.2 * heads)
     figure = new_figure(title, subject(answers), 8.4, height)
     grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True)
-    image = None
+    image: Any = None
     for axes, (policy, part) in zip(grid[:, 0], panels, strict=True):
         heat = part.pivot(index="kv_head", columns="layer", values="hit")
         image = axes.imshow(heat.to_numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=1)
@@ -244,18 +216,6 @@ def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> 
     return save(figure, path)
 
 
-def new_figure(title: str, measured_what: str, width: float, height: float) -> Figure:
-    """A figure with its headline, and below that what was measured."""
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    figure = Figure(figsize=(width, height), dpi=DPI, layout=layout, facecolor="white")
-    FigureCanvasAgg(figure)
-    # the blank second line keeps the subtitle's place free
-    heading = {"fontsize": 12.5, "fontweight": "bold", "color": INK}
-    figure.suptitle(f"{title}\n ", x=0.015, ha="left", **heading)
-    figure.text(0.015, 1 - 0.36 / height, measured_what, fontsize=8.5, color=MUTED, va="top")
-    return figure
-
-
 def subject(answers: pd.DataFrame) -> str:
     """Model, needle, protocol, chat format and n of answer rows of one setting, on one line."""
     first = answers.iloc[0]
@@ -270,25 +230,3 @@ def subject(answers: pd.DataFrame) -> str:
         f"n = {answers['prompt_hash'].nunique()}",
     ]
     return "  ·  ".join(parts)
-
-
-def plain_axes(axes: Axes) -> None:
-    axes.tick_params(length=0, labelsize=8, colors=MUTED)
-    for side in axes.spines.values():
-        side.set_visible(False)
-
-
-def line_axes(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#b8c0ca")
-    axes.tick_params(colors=MUTED, labelsize=9, length=3)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set(color=INK, fontsize=9)
-
-
-def style_bar(bar: Any, label: str) -> None:
-    bar.set_label(label, color=MUTED, fontsize=9)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=8, colors=MUTED, length=0)

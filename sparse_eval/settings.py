@@ -64,6 +64,8 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
         model_cache=Path(cfg["model_cache"] or user_cache()).expanduser(),
         cache_prefill=config.flag(cfg, "cache_prefill"),
         verbose=config.integer(cfg, "verbose", 0),
+        cache_gb=config.gigabytes(cfg, "cache_gb"),
+        retry_failed=config.flag(cfg, "retry_failed"),
     )
 
 

@@ -95,7 +95,9 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
         console.print()
         table = summarise_needle(part)
         for (kind, context), here in table.groupby(["needle_kind", "context"], sort=False):
-            console.print(answers_table(here, f"{KINDS[kind].label}, {context:,} tokens", part))
+            console.print(
+                answers_table(here, f"{KINDS[str(kind)].label}, {context:,} tokens", part)
+            )
             console.print(comparison_table(here))
         print_gate(part, console)
         floor = noise_floor(part)
@@ -134,7 +136,7 @@ def answers_table(table: pd.DataFrame, what: str, rows: pd.DataFrame) -> Table:
     grid.add_column("policy")
     for name in ("budget", "KV read", "correct", "interval", *(SHORT[o] for o in others), "NLL"):
         grid.add_column(name, justify="right")
-    for line in table.to_dict("records"):
+    for line in lines_of(table):
         grid.add_row(
             line["policy"],
             budget_of(line),
@@ -161,7 +163,7 @@ def comparison_table(table: pd.DataFrame) -> Table:
     for name in ("budget", "hit", "chance", "heads > ½", "wordings", "less dense", "p", "rank"):
         grid.add_column(name, justify="right")
     grid.add_column("verdict")
-    for line in table.to_dict("records"):
+    for line in lines_of(table):
         grid.add_row(
             line["policy"],
             budget_of(line),
@@ -172,6 +174,10 @@ def comparison_table(table: pd.DataFrame) -> Table:
             *compared_cells(line),
         )
     return grid
+
+
+def lines_of(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in line.items()} for line in table.to_dict("records")]
 
 
 def budget_of(line: dict[str, Any]) -> str:

@@ -14,7 +14,8 @@ import pandas as pd
 
 from sparse_eval.columns import frame_of, names
 from sparse_eval.needle.score import OUTCOMES
-from sparse_eval.proportions import Pairs, smallest_resolvable, wilson, wilson_lower
+from sparse_eval.needle_pairs import Arm, comparison, rank_of
+from sparse_eval.proportions import wilson, wilson_lower
 from sparse_eval.summarise import distinct_labels
 
 SETTING = names("model revision weights prompts protocol chat dense_layers dtype device backend")
@@ -25,7 +26,6 @@ AVERAGED = names(
     "answer_nll page_hit page_hit_chance page_hit_any page_hit_any_chance heads_above_half heads"
     " tokens_read density model_read_fraction"
 )
-SIGNIFICANCE = 0.05
 
 
 def needle_rows(rows: pd.DataFrame) -> pd.DataFrame:
@@ -98,28 +98,39 @@ def summarise_needle(rows: pd.DataFrame) -> pd.DataFrame:
 
 def grid_lines(keys: dict[str, Any], rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
     dense = dense_label(rows)
-    ungated = rows[~rows["gated"].astype(bool)]
-    answers = ungated.pivot_table(
-        index="prompt_hash", columns=CELL, values="correct", aggfunc="first", dropna=False
-    )
-    arms = {arm: part for arm, part in rows.groupby(CELL, dropna=False, sort=False)}
-    of_dense = next(arm for arm in arms if arm[0] == dense)
+    arms = {Arm.of(policy, budget): part for (policy, budget), part in by_arm(rows)}
+    of_dense = next(arm for arm in arms if arm.policy == dense)
+    answers = answers_of(rows[~rows["gated"].astype(bool)])
     for arm, part in arms.items():
-        own = dict(zip(CELL, arm, strict=True))
-        compared = comparison(answers, of_dense, arm) if arm[0] != dense else {}
-        rivals = [
-            a
-            for a in arms
-            if a[0] != dense and (a[1] == arm[1] or all(map(math.isnan, (a[1], arm[1]))))
-        ]
-        rank = math.nan if arm[0] == dense else rank_of(answers, arm, rivals)
-        yield keys | own | arm_line(part) | compared | {"rank": rank, "is_dense": arm[0] == dense}
+        is_dense = arm.policy == dense
+        rivals = [a for a in arms if a.policy != dense and a.budget == arm.budget]
+        yield {
+            **keys,
+            "policy": arm.policy,
+            "budget_tokens": math.nan if arm.budget is None else arm.budget,
+            **arm_line(part),
+            **({} if is_dense else comparison(answers, of_dense, arm)),
+            "rank": math.nan if is_dense else rank_of(answers, arm, rivals),
+            "is_dense": is_dense,
+        }
+
+
+def by_arm(rows: pd.DataFrame) -> Any:
+    return rows.groupby(CELL, dropna=False, sort=False)
+
+
+def answers_of(rows: pd.DataFrame) -> dict[Arm, pd.Series]:
+    """Whether each arm was right, by prompt."""
+    return {
+        Arm.of(policy, budget): part.set_index("prompt_hash")["correct"]
+        for (policy, budget), part in by_arm(rows)
+    }
 
 
 def arm_line(part: pd.DataFrame) -> dict[str, Any]:
     n, correct = len(part), int(part["correct"].sum())
     interval = wilson(correct, n)
-    by_wording = part.groupby("wording")["correct"].mean()
+    by_wording = part.groupby("wording")["correct"].mean().to_numpy(dtype=float)
     return {
         "n": n,
         "accuracy": correct / n,
@@ -127,64 +138,9 @@ def arm_line(part: pd.DataFrame) -> dict[str, Any]:
         "high": interval.high,
         "wording_spread": float(by_wording.max() - by_wording.min()),
         **{name: float(part[name].mean()) for name in AVERAGED},
-        "answer_nll_se": float(part["answer_nll"].sem()),
+        "answer_nll_se": part["answer_nll"].astype(float).std(ddof=1) / math.sqrt(n),
         **{name: int((part["outcome"] == name).sum()) for name in OUTCOMES},
     }
-
-
-def pairs_of(answers: pd.DataFrame, first: Any, second: Any) -> Pairs:
-    """The two arms on the prompts that both answered. answers: prompts × (policy, budget)."""
-    if answers.empty:
-        return Pairs(0, 0, 0, 0)
-    columns = [column_of(answers, arm) for arm in (first, second)]
-    both = pd.concat(columns, axis=1).dropna()
-    return Pairs.of(both.itertuples(index=False, name=None))
-
-
-def column_of(answers: pd.DataFrame, arm: Any) -> pd.Series:
-    """The column of an arm; a missing budget (NaN) equals itself here."""
-    for column in answers.columns:
-        if column[0] == arm[0] and (
-            column[1] == arm[1] or (column[1] != column[1] and arm[1] != arm[1])
-        ):
-            return answers[column]
-    return pd.Series(index=answers.index, dtype=object)
-
-
-def comparison(answers: pd.DataFrame, dense: Any, arm: Any) -> dict[str, Any]:
-    pairs = pairs_of(answers, dense, arm)
-    interval = pairs.interval()
-    return {
-        "pairs": pairs.n,
-        "difference": pairs.difference,
-        "diff_low": interval.low,
-        "diff_high": interval.high,
-        "p_value": pairs.p_value,
-        "resolvable": smallest_resolvable(pairs.n, SIGNIFICANCE),
-        "verdict": verdict(pairs),
-    }
-
-
-def verdict(pairs: Pairs) -> str:
-    resolvable = smallest_resolvable(pairs.n, SIGNIFICANCE)
-    if not pairs.n:
-        return "not ranked: dense gate"
-    if math.isnan(resolvable):
-        return f"not ranked: n = {pairs.n}"
-    if pairs.p_value >= SIGNIFICANCE:
-        return "no difference resolved"
-    return "below dense" if pairs.difference < 0 else "ABOVE dense: suspect the set-up"
-
-
-def rank_of(answers: pd.DataFrame, arm: Any, rivals: list[Any]) -> float:
-    """1 + the rivals that are significantly better on the same prompts; NaN without enough."""
-    if math.isnan(smallest_resolvable(len(answers), SIGNIFICANCE)):
-        return math.nan
-    better = 0
-    for rival in rivals:
-        pairs = pairs_of(answers, arm, rival)
-        better += pairs.difference > 0 and pairs.p_value < SIGNIFICANCE
-    return 1.0 + better
 
 
 def depth_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -202,7 +158,8 @@ def hit_table(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[(rows["task"] == "needle") & rows["layer"].notna() & (rows["role"] == "measured")]
     rows = rows.assign(policy=distinct_labels(rows))
     heads = rows.assign(
-        kv_head=[range(len(hits)) for hits in rows["page_hit_heads"]], hit=rows["page_hit_heads"]
+        kv_head=rows["page_hit_heads"].map(lambda hits: range(len(hits))),
+        hit=rows["page_hit_heads"],
     ).explode(["kv_head", "hit"])
     keys = [*GRID, *CELL, "layer", "kv_head"]
     grouped = heads.astype({"hit": float}).groupby(keys, dropna=False, sort=False)

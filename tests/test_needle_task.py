@@ -59,12 +59,14 @@ class Finished:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Finished:
     """One run of two depths, two samples, five arms."""
-    folder, prefills = tmp_path_factory.mktemp("needle"), []
+    folder, prefills = tmp_path_factory.mktemp("needle"), list[Any]()
+
+    def counted(model: Any, ids: Any, **options: Any) -> Any:
+        prefills.append(ids)
+        return prefill(model, ids, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "sparse_eval.tasks.live_task.prefill",
-            lambda model, ids, **options: prefills.append(ids) or prefill(model, ids, **options),
-        )
+        patch.setattr("sparse_eval.tasks.live_task.prefill", counted)
         rows = rows_of(task(folder), folder)
     return Finished(folder, rows, len(prefills))
 
@@ -269,3 +271,13 @@ def test_answer_steps_end_with_the_value():
     ask.planted = dataclasses.replace(ask.planted, value="48217")
     found = ask.score(generated)
     assert found.is_correct and ask.answer_steps(generated, found) == len(" It is 48217")
+
+
+def test_prefills_kept_on_disk_serve_later_runs(tmp_path, monkeypatch):
+    short = ["task.depths=[0.3]", "prompts.n=1", "cache_prefill=true", "compare=[]", "budget=64"]
+    first = rows_of(task(tmp_path, *short), tmp_path)
+    assert len(list((tmp_path / "prefills").glob("*.safetensors"))) == 1
+    monkeypatch.setattr("sparse_eval.tasks.live_task.prefill", None)
+    again = rows_of(task(tmp_path, *short, "budget=80"), tmp_path)
+    assert again[0]["capture_hash"] == first[0]["capture_hash"]
+    assert again[0]["answer_nll"] == first[0]["answer_nll"]

@@ -84,7 +84,8 @@ class Measurement:
 
     @cached_property
     def filled(self) -> Prefilled:
-        return self.task.prefill(self.prompt.ids, f"prompt {self.prompt.sample}")
+        what = f"prompt {self.prompt.sample}"
+        return self.task.prefill(self.prompt.ids, what, self.prefill_key)
 
     def key(self, arm: Arm) -> str:
         task = self.task.settings.task

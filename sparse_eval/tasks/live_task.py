@@ -11,11 +11,13 @@ from torch import Tensor
 
 from sparse_eval.config import NamedPolicy, Settings
 from sparse_eval.core import Row
-from sparse_eval.device import DTYPES, peak_memory_bytes
+from sparse_eval.device import peak_memory_bytes
+from sparse_eval.keep import shared_model
 from sparse_eval.live import OnSelect, patched
-from sparse_eval.models import LoadedModel, load_model, local_tokenizer, model_info
+from sparse_eval.models import LoadedModel, local_tokenizer, model_info
 from sparse_eval.policies.full import Full
 from sparse_eval.prefill import Prefilled, prefill
+from sparse_eval.prefill_store import load_prefill, save_prefill
 from sparse_eval.progress import Progress
 from sparse_eval.provenance import code_hash, version_of
 from sparse_eval.results import SCHEMA, cell_key
@@ -59,9 +61,7 @@ class LiveTask:
     def loaded(self) -> LoadedModel:
         s = self.settings
         with self.progress.stage(f"loading {model_info(s.model).title}"):
-            return load_model(
-                s.model, device=s.device, dtype=DTYPES[s.dtype], model_cache=s.model_cache
-            )
+            return shared_model(s)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -73,15 +73,24 @@ class LiveTask:
         """Further keys of summary.json."""
         return {}
 
-    def prefill(self, ids: Tensor, what: str) -> Prefilled:
-        """Of ids[:-1], dense."""
+    def prefill(self, ids: Tensor, what: str, key: str) -> Prefilled:
+        """Of ids[:-1], dense; with cache_prefill=true kept on disk under its content's key."""
+        s, model = self.settings, self.loaded.model
+        path = s.cache_dir / "prefills" / f"{key}.safetensors"
+        if s.cache_prefill and path.is_file():
+            try:
+                return load_prefill(path, model, ids)
+            except ValueError as error:
+                self.progress.warn(f"{error}; prefilling again")
         with self.progress.bar(f"prefill, {what}", len(ids) - 1) as tick:
-            return prefill(
-                self.loaded.model,
-                ids,
-                num_prompt_queries=self.settings.task["prompt_queries"],
-                on_tokens=tick,
-            )
+            num_queries = s.task["prompt_queries"]
+            filled = prefill(model, ids, num_prompt_queries=num_queries, on_tokens=tick)
+        if s.cache_prefill:
+            try:
+                save_prefill(filled, path)
+            except OSError as error:
+                self.progress.warn(f"prefill not kept on disk ({error}); the run goes on")
+        return filled
 
     def under(
         self,

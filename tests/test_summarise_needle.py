@@ -1,0 +1,151 @@
+"""Needle tables: unconditional accuracy, paired comparison, the gate, ranks; and the pictures."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+from PIL import Image
+
+from sparse_eval.columns import frame_of
+from sparse_eval.page_live import live_page
+from sparse_eval.plots_needle import needle_pictures
+from sparse_eval.summarise_needle import (
+    depth_table,
+    gate_table,
+    hit_table,
+    noise_floor,
+    split_needle,
+    summarise_needle,
+)
+from tests.needle_rows import NAN, answer_row, needle_run
+
+
+def answers(counts: dict[str, str], **more) -> pd.DataFrame:
+    """Rows of one depth from a string per policy: c correct, f fabricated, t truncated."""
+    names = {"c": "correct", "f": "fabricated", "t": "truncated"}
+    rows = [
+        answer_row(policy, NAN if policy == "full" else 256, 0.5, i, names[letter], **more)
+        for policy, letters in counts.items()
+        for i, letter in enumerate(letters)
+    ]
+    return frame_of(rows)
+
+
+def line(table: pd.DataFrame, policy: str) -> pd.Series:
+    return table[table["policy"] == policy].iloc[0]
+
+
+def summary(counts: dict[str, str], **more) -> pd.DataFrame:
+    (part,) = split_needle(answers(counts, **more)).values()
+    return summarise_needle(part)
+
+
+def test_accuracy_and_outcomes_by_hand():
+    table = summary({"full": "c" * 10, "quest": "c" * 6 + "ff" + "tt"})
+    quest = line(table, "quest")
+    assert quest["n"] == 10 and quest["accuracy"] == 0.6
+    assert (quest["correct"], quest["fabricated"], quest["truncated"]) == (6, 2, 2)
+    assert quest["low"] < 0.6 < quest["high"]
+    # wordings take turns: 0 2 of 4, 1 2 of 3, 2 2 of 3
+    assert quest["wording_spread"] == pytest.approx(2 / 3 - 1 / 2)
+
+
+def test_a_difference_that_n_cannot_resolve_is_not_called_one():
+    few = line(summary({"full": "c" * 5, "quest": "f" * 5}), "quest")
+    assert math.isnan(few["rank"]) and few["verdict"] == "not ranked: n = 5"
+    small = line(summary({"full": "c" * 20, "quest": "c" * 16 + "ffff"}), "quest")
+    assert small["verdict"] == "no difference resolved" and small["resolvable"] == 0.3
+    large = line(summary({"full": "c" * 20, "quest": "c" * 10 + "f" * 10}), "quest")
+    assert large["verdict"] == "below dense" and large["p_value"] < 0.05
+    assert large["difference"] == -0.5 and large["diff_high"] < 0
+
+
+def test_better_than_dense_is_a_warning():
+    table = summary({"full": "c" * 10 + "f" * 10, "quest": "c" * 20})
+    assert line(table, "quest")["verdict"].startswith("ABOVE dense")
+
+
+def test_ranks_share_a_place_until_a_difference_is_significant():
+    table = summary(
+        {"full": "c" * 20, "quest": "c" * 20, "snapkv": "c" * 17 + "fff", "window": "f" * 20}
+    )
+    ranks = {row["policy"]: row["rank"] for row in table.to_dict("records")}
+    assert ranks["quest"] == ranks["snapkv"] == 1 and ranks["window"] == 3
+    assert math.isnan(ranks["full"])
+
+
+def test_what_the_gate_refused_is_shown_and_not_compared():
+    rows = pd.concat(
+        [
+            answers({"full": "f" * 10, "quest": "c" * 10}, gated=True),
+            answers({"full": "f" * 10}, role="gate", gated=True),
+        ]
+    )
+    (part,) = split_needle(rows).values()
+    quest = line(summarise_needle(part), "quest")
+    assert quest["accuracy"] == 1 and quest["pairs"] == 0
+    assert quest["verdict"] == "not ranked: dense gate" and math.isnan(quest["rank"])
+    (gate,) = gate_table(part).to_dict("records")
+    assert gate["not_ranked"] and (gate["gate_correct"], gate["gate_n"]) == (0, 10)
+
+
+def test_gate_samples_are_in_no_average():
+    rows = pd.concat([answers({"full": "c" * 6}), answers({"full": "f" * 6}, role="gate")])
+    (part,) = split_needle(rows).values()
+    assert line(summarise_needle(part), "full")["accuracy"] == 1
+
+
+def test_protocols_and_chat_formats_are_never_pooled():
+    rows = pd.concat(
+        [
+            answers({"full": "c" * 4}),
+            answers({"full": "f" * 4}, protocol="question"),
+            answers({"full": "f" * 4}, chat="template:12345678"),
+        ]
+    )
+    parts = split_needle(rows)
+    assert len(parts) == 3 and all("protocol" in name and "chat" in name for name in parts)
+
+
+def test_noise_floor_and_hits():
+    rows = frame_of(needle_run(n=2))
+    (part,) = split_needle(rows).values()
+    floor = noise_floor(part)
+    assert floor["n"] == 6 and floor["same_choice"] == 1
+    hits = hit_table(rows)
+    assert set(hits["kv_head"]) == {0, 1, 2} and hits["layer"].nunique() == 28
+    assert len(hits) == 9 * 28 * 3
+
+
+def test_depths_by_hand():
+    rows = frame_of(needle_run(n=4, gated=[0.5]))
+    (part,) = split_needle(rows).values()
+    table = depth_table(part)
+    assert (table["n"] == 4).all() and len(table) == 3 * 9
+    assert set(table[table["gated"]]["depth"]) == {0.5}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 3, "gated": [0.5]},
+        {"n": 2, "contexts": [1024, 2048], "budgets": [128]},
+        {"n": 1, "depths": [0.5], "budgets": [96], "policies": ["quest"]},
+    ],
+)
+def test_pictures_are_drawn_and_the_page_holds_them(tmp_path, options):
+    rows = frame_of(needle_run(**options))
+    (part,) = split_needle(rows).values()
+    pictures = needle_pictures(rows, part, tmp_path, "")
+    assert len({p.name for p in pictures}) == len(pictures) >= 4
+    assert all(min(Image.open(path).size) > 300 for path in pictures)
+    page = live_page(rows, [{"folder": "run", "wall_seconds": 1.0}], pictures)
+    assert page.count("data:image/png") == len(pictures)
+    assert "protocol decode, chat none" in page and "http" not in page.split("</style>")[1]
+
+
+def test_no_needle_rows_is_one_line():
+    with pytest.raises(ValueError, match="expected rows of task needle"):
+        split_needle(pd.DataFrame([{"task": "recall"}]))
