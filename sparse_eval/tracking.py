@@ -310,8 +310,9 @@ def curve_tables(frame: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
             yield named(summarise_recall(part), "recall", CURVES), in_brackets(name)
     if "needle" in tasks:
         for name, part in split_needle(frame).items():
-            for kind, table in summarise_needle(part).groupby("needle_kind", sort=False):
-                setting = in_brackets(", ".join(filter(None, [str(kind), name])))
+            cells = summarise_needle(part).groupby(["needle_kind", "context"], sort=False)
+            for (kind, context), table in cells:
+                setting = in_brackets(", ".join(filter(None, [f"{kind} {context:.0f}", name])))
                 yield named(table, "needle", NEEDLE_CURVES), setting
     if "fidelity" in tasks:
         for name, part in split_fidelity(frame).items():

@@ -173,12 +173,18 @@ def test_curves_have_the_budget_as_their_axis(logged):
 
 def test_needle_and_fidelity_have_curves_of_their_own(monkeypatch):
     table = pd.DataFrame(
-        {"policy": ["quest"], "budget_tokens": [64], "needle_kind": ["single"], "accuracy": [0.5]}
+        {
+            "policy": ["quest"],
+            "budget_tokens": [64],
+            "needle_kind": ["single"],
+            "context": [500],
+            "accuracy": [0.5],
+        }
     )
     monkeypatch.setattr(tracking, "split_needle", lambda frame: {"": frame})
     monkeypatch.setattr(tracking, "summarise_needle", lambda frame: table)
     [(curves, setting)] = tracking.curve_tables(pd.DataFrame({"task": ["needle"]}))
-    assert list(curves) == ["policy", "budget_tokens", "needle/correct"] and setting == " [single]"
+    assert list(curves) == ["policy", "budget_tokens", "needle/correct"] and setting == " [single 500]"
 
 
 def test_the_same_rows_again_offline_are_not_logged_twice(tmp_path):
