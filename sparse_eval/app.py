@@ -23,7 +23,7 @@ from sparse_eval.compose import Checked, Composer
 from sparse_eval.config import Settings
 from sparse_eval.core import Row
 from sparse_eval.device import describe_device, peak_memory_bytes
-from sparse_eval.failure import PartsFailed, run_guarded, stop_on_signals
+from sparse_eval.failure import PartsFailed, run_guarded, stop_on_signals, told
 from sparse_eval.kits import KITS
 from sparse_eval.models import model_info
 from sparse_eval.parts import Parts, config_record, parts_of
@@ -127,12 +127,12 @@ def measure(
     parts = Parts(settings, progress, kit.task, remembers=is_job)
     journal = Journal(folder)
     store = CellStore(settings.cache_dir, on_error=progress.warn)
-    told = Journal(folder, "samples.jsonl") if kit.has_samples else None
+    samples = Journal(folder, "samples.jsonl") if kit.has_samples else None
     rows: list[Row] = []
     for cell in parts.run(store):
         journal.append(cell)
-        if told is not None:
-            told.append(kit.show.samples(cell))
+        if samples is not None:
+            samples.append(kit.show.samples(cell))
         rows += cell
     if rows:
         tracker.log_rows(rows)
@@ -227,8 +227,13 @@ def end_sweep(words: list[str]) -> bool:
     try:
         with progress.stage("pictures and report of the sweep"):
             result = finish_sweep(SWEEP.folder, SWEEP.jobs)
-    except (OSError, ValueError) as error:
-        print(f"error: no report of the sweep: {error}", file=sys.stderr)
+    except Exception as error:
+        log.exception("no report of the sweep")
+        print(
+            f"error: no report of the sweep ({told(error)}); its rows are kept, once mended: "
+            f"python -m sparse_eval.report {SWEEP.folder}",
+            file=sys.stderr,
+        )
         return False
     tell(result, progress)
     if result.page is not None:

@@ -83,7 +83,7 @@ class Parts:
         try:
             for rows in task.run(store):
                 key = (rows[0].get("cell_key"), rows[0].get("role"), rows[0].get("policy"))
-                if key not in self.seen:
+                if key[0] is None or key not in self.seen:
                     self.seen.add(key)
                     yield rows
         finally:

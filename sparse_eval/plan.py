@@ -13,10 +13,13 @@ from rich.table import Table
 from sparse_eval.config import Settings
 from sparse_eval.device import DTYPES, describe_device
 from sparse_eval.models import ModelInfo, model_info
-from sparse_eval.needle.config import needle_config
 from sparse_eval.results import CellStore
-from sparse_eval.tasks.live_task import arms_of
+from sparse_eval.tasks.fidelity import Fidelity
+from sparse_eval.tasks.live_task import LiveTask, Work
+from sparse_eval.tasks.needle import Needle
 from sparse_eval.tasks.recall import Recall
+
+LIVE: dict[str, type[LiveTask]] = {"needle": Needle, "fidelity": Fidelity}
 
 
 @dataclass(frozen=True)
@@ -46,50 +49,60 @@ def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
     return max(rates)
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a job does if nothing is cached. steps: decode steps in all, its arms together."""
-
-    prompts: int
-    cells: int
-    steps: int
-    recall_cells: int = 0
-    captures: int = 0
-
-
-def work_of(settings: Settings) -> Work:
-    task, n = settings.task, settings.prompts["n"]
-    if task["name"] == "latency":  # no model and no prompt
-        return Work(prompts=0, cells=len(task["batches"]) * len(task["contexts"]), steps=0)
-    if task["name"] == "recall":
-        cells = len(settings.cells()) * n
-        return Work(n, cells, n * task["steps"], recall_cells=cells, captures=n)
-    arms = len(arms_of(settings))
-    if task["name"] == "fidelity":
-        return Work(n, n * arms, n * arms * task["steps"])
-    needle = needle_config(task, context=settings.context, n=n, protocol=settings.protocol["name"])
-    spots = len(needle.contexts) * len(needle.kinds) * len(needle.depths)
-    answers = spots * (n * arms + needle.gate.n)
-    return Work(spots * (n + needle.gate.n), answers, answers * needle.most_new_tokens)
-
-
 def cost_of(settings: Settings, flops: float) -> Cost:
-    work, info = work_of(settings), model_info(settings.model)
-    cached = captured = 0
-    if work.recall_cells:
-        task = Recall(settings, progress=None)  # type: ignore[arg-type]
-        store = CellStore(settings.cache_dir)
-        for prompt in task.local_prompts() or []:
-            cached += sum(store.has(task.key(prompt, *cell)) for cell in settings.cells())
-            captured += task.capture_path(prompt).is_file()
+    if settings.task["name"] == "latency":  # no model and no prompt; minutes of GPU time
+        cells = len(settings.task["batches"]) * len(settings.task["contexts"])
+        return Cost(0, 0, cells, 0, None, None, None)
+    live = LIVE.get(settings.task["name"])
+    if live is None:
+        return recall_cost(settings, flops)
+    task = live(settings, progress=None)  # type: ignore[arg-type]
+    return live_cost(settings, task.work(CellStore(settings.cache_dir)), flops)
+
+
+def live_cost(settings: Settings, work: Work, flops: float) -> Cost:
+    """Of prefills, and of decode steps that read every weight."""
+    info = model_info(settings.model)
+    longest = max(work.prefills, default=settings.context)
+    kv = _kv_bytes(settings, info, longest)
+    known = info.num_parameters and info.num_layers
+    seconds = None
+    if known:
+        prefill = sum(_prefill_flops(info, tokens) for tokens in work.prefills)
+        seconds = (prefill + _decode_flops(info, work.steps)) / flops
+    weights = (info.num_parameters or 0) * DTYPES[settings.dtype].itemsize
     return Cost(
-        prefills=work.prompts - captured,
-        captures_cached=captured,
+        prefills=len(work.prefills),
+        captures_cached=0,
         cells=work.cells,
+        cells_cached=work.cells_known,
+        seconds=seconds,
+        # the prefilled cache, and the fork that grows
+        memory_bytes=weights + 2 * kv if known and kv is not None else None,
+        disk_bytes=len(work.prefills) * kv if settings.cache_prefill and kv is not None else 0,
+    )
+
+
+def recall_cost(settings: Settings, flops: float) -> Cost:
+    task = Recall(settings, progress=None)  # type: ignore[arg-type]
+    cells = settings.cells()
+    store = CellStore(settings.cache_dir)
+    prompts = task.local_prompts()
+    cached = captured = 0
+    for prompt in prompts or []:
+        cached += sum(store.has(task.key(prompt, *cell)) for cell in cells)
+        captured += task.capture_path(prompt).is_file()
+    n = settings.prompts["n"]
+    info = model_info(settings.model)
+    prefills = n - captured
+    return Cost(
+        prefills=prefills,
+        captures_cached=captured,
+        cells=len(cells) * n,
         cells_cached=cached,
-        seconds=_seconds(settings, info, flops, work, captured, cached) if work.prompts else None,
-        memory_bytes=_memory(settings, info) if work.prompts else None,
-        disk_bytes=_capture_bytes(settings, info, max(0, work.captures - captured)),
+        seconds=_seconds(settings, info, flops, prefills, len(cells) * n - cached),
+        memory_bytes=_memory(settings, info),
+        disk_bytes=_capture_bytes(settings, info, prefills),
     )
 
 
@@ -100,37 +113,44 @@ def _attention_flops(info: ModelInfo, queries: int, tokens: int) -> float:
 
 
 def _seconds(
-    settings: Settings, info: ModelInfo, flops: float, work: Work, captured: int, cached: int
+    settings: Settings, info: ModelInfo, flops: float, prefills: int, cells: int
 ) -> float | None:
     if not info.num_parameters or not info.num_layers:
         return None
-    n, left = settings.context, 1 - captured / work.prompts
-    prefill = 2.0 * info.num_parameters * n + _attention_flops(info, n, n) / 2
-    # a decode step reads every weight: as slow as the arithmetic of 16 tokens
-    step = 2.0 * info.num_parameters * 16
-    cell = 2 * _attention_flops(info, settings.task.get("steps", 0), n)
-    cells = work.recall_cells - cached if work.recall_cells else 0
-    return (left * (work.prompts * prefill + work.steps * step) + cells * cell) / flops
+    n, steps = settings.context, settings.task["steps"]
+    prefill = _prefill_flops(info, n) + _decode_flops(info, steps)
+    cell = 2 * _attention_flops(info, steps, n)
+    return (prefills * prefill + cells * cell) / flops
 
 
-def _kv_bytes(settings: Settings, info: ModelInfo) -> float | None:
+def _prefill_flops(info: ModelInfo, tokens: int) -> float:
+    assert info.num_parameters
+    return 2.0 * info.num_parameters * tokens + _attention_flops(info, tokens, tokens) / 2
+
+
+def _decode_flops(info: ModelInfo, steps: int) -> float:
+    """Decoding reads every weight per step: as slow as 16 tokens' worth of arithmetic."""
+    assert info.num_parameters
+    return 2.0 * info.num_parameters * 16 * steps
+
+
+def _kv_bytes(settings: Settings, info: ModelInfo, tokens: int) -> float | None:
     if not (info.num_layers and info.num_kv_heads and info.head_dim):
         return None
     size = DTYPES[settings.dtype].itemsize
-    tokens = settings.context + settings.task.get("steps", 0)
     return 2.0 * info.num_layers * info.num_kv_heads * info.head_dim * size * tokens
 
 
 def _memory(settings: Settings, info: ModelInfo) -> float | None:
     """Weights, the prefilled cache, the decoding fork's copy of it, and the capture."""
-    kv = _kv_bytes(settings, info)
+    kv = _kv_bytes(settings, info, settings.context + settings.task["steps"])
     if kv is None or not info.num_parameters:
         return None
     return info.num_parameters * DTYPES[settings.dtype].itemsize + 3 * kv
 
 
 def _capture_bytes(settings: Settings, info: ModelInfo, captures: int) -> float | None:
-    kv = _kv_bytes(settings, info)
+    kv = _kv_bytes(settings, info, settings.context + settings.task["steps"])
     return None if kv is None else captures * kv
 
 

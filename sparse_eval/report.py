@@ -88,7 +88,8 @@ def page_of(rows: pd.DataFrame, runs: Sequence[Mapping[str, Any]], pictures: Seq
     shown = [path for path in pictures if not path.stem.startswith("recall")]
     figures = "".join(f"<figure>{picture(path)}</figure>" for path in shown)
     sections.append(f'<section><div class="head"><h2>Pictures</h2></div>{figures}</section>')
-    page = dashboard(recall, runs, [path for path in pictures if path not in shown])
+    answers = live[live["task"] == "needle"] if "needle" in tasks else None
+    page = dashboard(recall, runs, [path for path in pictures if path not in shown], answers)
     return page.replace('<section id="provenance">', "\n".join(sections) + PROVENANCE, 1)
 
 
