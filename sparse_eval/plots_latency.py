@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -59,9 +60,8 @@ def latency_curve(rows: pd.DataFrame, name: str, path: Path | str) -> Path:
     handles = {}
     for axes in panels:
         handles.update(dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)))
-    figure.legend(
-        list(handles.values()), list(handles), loc="outside right", frameon=False, fontsize=8.5
-    )
+    place: dict[str, Any] = {"loc": "outside right", "frameon": False, "fontsize": 8.5}
+    figure.legend(list(handles.values()), list(handles), **place)
     return save(figure, path)
 
 
@@ -74,7 +74,7 @@ def draw_time(axes: Axes, what: str, graph: bool, line: pd.DataFrame) -> None:
         axes.annotate(
             steep, end, (-4, 9), textcoords="offset points", ha="right", fontsize=8, color=colour
         )
-    style = {"color": colour, "linewidth": 1.8 if graph else 1.0}
+    style: dict[str, Any] = {"color": colour, "linewidth": 1.8 if graph else 1.0}
     label = label if axes.get_subplotspec().is_first_col() else f"_{label}"  # type: ignore[union-attr]
     axes.plot(
         line["context"], line["median_us"], linestyle="-" if graph else "--", label=label, **style
@@ -161,7 +161,7 @@ def ceiling_bars(rows: pd.DataFrame, name: str, path: Path | str) -> Path:
     title = f"Share of the memory ceiling, {short(int(here['context'].iloc[0]))} tokens"
     figure = new_figure(title, name, 8.4, 1.3 + 0.3 * len(batches) * len(kinds))
     axes = figure.subplots()
-    labels = []
+    labels: list[str] = []
     for batch in batches:
         for what in kinds:
             line = here[(here["batch"] == batch) & (here["what"] == what)]

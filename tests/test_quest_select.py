@@ -15,6 +15,9 @@ from sparse_eval.kernels.quest_step import quest_step
 from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.policies.quest import Quest
 
+SELECT: Any = quest_select
+STEP: Any = quest_step
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> str:
@@ -65,7 +68,7 @@ def policy(**fields: Any) -> Quest:
 
 
 def select(call: AttentionCall, quest: Quest, state: Any, budget: int, **options: Any) -> Any:
-    return quest_select(
+    return SELECT(
         *(call.q_BHD, call.k_BGND, state.center_BGPD, state.spread_BGPD),
         *(call.starts_B, call.lengths_B),
         **rule_of(quest, call, budget),
@@ -104,7 +107,7 @@ def test_real_scores_select_equal_mass(device):
     state = quest.init(call)
     want = quest.select(call, state, 80)
     pages, counts = select(call, quest, state, 80)
-    attend = {"page_size": 16, "scale": call.scale, "backend": "torch"}
+    attend: dict[str, Any] = {"page_size": 16, "scale": call.scale, "backend": "torch"}
     tensors = (call.q_BHD, call.k_BGND, call.v_BGNE)
     _, lse = sparse_decode(*tensors, pages, counts, None, call.lengths_B, **attend)
     _, lse_want = sparse_decode(
@@ -182,8 +185,8 @@ def test_a_step_is_update_select_and_attend(device):
     mid[0, :, 5], half[0, :, 5] = 99, 0
     tensors = (call.q_BHD, call.k_BGND, call.v_BGNE)
     rule = rule_of(quest, call, 64) | {"backend": "triton"}
-    out, lse, pages, counts = quest_step(*tensors, mid, half, None, call.lengths_B, **rule)
-    again = quest_step(*tensors, mid, half, None, call.lengths_B, **rule)
+    out, lse, pages, counts = STEP(*tensors, mid, half, None, call.lengths_B, **rule)
+    again = STEP(*tensors, mid, half, None, call.lengths_B, **rule)
     assert all(torch.equal(x, y) for x, y in zip(again, (out, lse, pages, counts), strict=True))
     assert torch.equal(mid[0, :, 5], truth.center_BGPD[0, :, 5])
     want = select(call, quest, truth, 64)
@@ -218,7 +221,7 @@ def test_a_step_over_a_shuffled_pool_equals_the_contiguous_one_bit_for_bit(devic
         mid, half = state.center_BGPD.clone(), state.spread_BGPD.clone()
         mid[0, :, 5] = 55  # page 5 of row 0 has just filled: the step writes it
         args = (call.q_BHD, k, v, mid, half, None, call.lengths_B)
-        return (*quest_step(*args, **rule, **options), mid, half)
+        return (*STEP(*args, **rule, **options), mid, half)
 
     paged, plain = run(*pools, block_table=table), run(call.k_BGND, call.v_BGNE)
     for got, want in zip(paged, plain, strict=True):
@@ -233,17 +236,17 @@ def test_a_graph_of_one_step_stays_right_while_the_cache_grows():
     mid, half = state.center_BGPD, state.spread_BGPD
     args = (call.q_BHD, call.k_BGND, call.v_BGNE, mid, half, None, call.lengths_B)
     rule = rule_of(quest, call, 1024) | {"backend": "triton"}
-    quest_step(*args, **rule)
+    STEP(*args, **rule)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = quest_step(*args, **rule)
+        results = STEP(*args, **rule)
     for _ in range(130):  # both rows fill two pages
         call.lengths_B.add_(1)
         call.q_BHD.copy_(torch.randn_like(call.q_BHD))
         graph.replay()
         kept = [x.clone() for x in results]
         rebuilt = quest.init(call)
-        want = quest_step(
+        want = STEP(
             *(call.q_BHD, call.k_BGND, call.v_BGNE, rebuilt.center_BGPD, rebuilt.spread_BGPD),
             *(None, call.lengths_B),
             **rule,

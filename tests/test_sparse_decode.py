@@ -315,8 +315,8 @@ def test_paged_pool_equals_contiguous_bit_for_bit(backend, layout, device):
         for got, want in zip(paged, plain, strict=True):
             assert torch.equal(got, want)
         aligned = chosen | {"starts": None}
-        paged = triton(aligned | pools, block_table=table, block_t=16)  # one page, block a tile
-        for got, want in zip(paged, triton(aligned, block_t=16), strict=True):
+        in_tiles = triton(aligned | pools, block_table=table, block_t=16)  # one page, block a tile
+        for got, want in zip(in_tiles, triton(aligned, block_t=16), strict=True):
             assert torch.equal(got[:2], want[:2])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -71,7 +73,7 @@ def quest_select(
     if len(mid) not in (1, len(q)):
         raise ValueError(f"mid and half must have batch {len(q)} (q's) or 1, got {len(mid)}")
     check_backend(backend, q, k)
-    options = {
+    options: dict[str, Any] = {
         "page_size": page_size,
         "budget": budget,
         "sink_pages": sink_pages,

@@ -145,9 +145,8 @@ class Cell:
 
         def metadata(i: int) -> object:
             _, k, _, mid, half = of(i)
-            return update_metadata(
-                k, mid, half, None, lengths, page_size=page_size, backend="triton"
-            )
+            update_metadata(k, mid, half, None, lengths, page_size=page_size, backend="triton")
+            return None
 
         def select(i: int) -> object:
             q, k, _, mid, half = of(i)

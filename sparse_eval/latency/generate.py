@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,8 +38,6 @@ def random_model(shapes: Shapes, num_layers: int, context: int, device: str, dty
         "head_dim": shapes.head_dim,
         "config": {"hidden_size": hidden, "intermediate_size": 4 * hidden},
     }
-    from pathlib import Path
-
     return load_model(cfg, device=device, dtype=dtype, model_cache=Path(".")).model
 
 
