@@ -41,7 +41,9 @@ def headline_table(facts: Mapping[str, Any], index: int) -> str:
         for key, label, unit in columns
     )
     dark = {p["label"]: p for p in facts["policies"]}
-    body = "\n".join(headline_line(line, dark[line["policy"]], columns) for line in facts["headline"])
+    body = "\n".join(
+        headline_line(line, dark[line["policy"]], columns) for line in facts["headline"]
+    )
     return (
         f'<table class="headline" data-setting="{index}"{" hidden" if index else ""}>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
