@@ -200,7 +200,7 @@ class Live:
                 self._step(layer, query[:, :, query.shape[2] - back], key, value, mask, scale, back)
                 for back in range(self.num_sparse, 0, -1)
             ]
-            sparse = torch.stack(steps, 1)
+            sparse = steps[0][:, None] if len(steps) == 1 else torch.stack(steps, 1)
             out = sparse if out is None else torch.cat([out[:, : -self.num_sparse], sparse], 1)
         return out, None  # type: ignore[return-value]
 
@@ -230,7 +230,7 @@ class Live:
             q_BHD=q_BHD,
             k_BGND=key,
             v_BGNE=value,
-            lengths_B=self.rows.lengths_B - (back - 1),
+            lengths_B=self.rows.lengths_B - (back - 1) if back > 1 else self.rows.lengths_B,
             starts_B=self.rows.starts_B,
             scale=scale,
             layer=layer,

@@ -14,7 +14,12 @@ from sparse_eval.config import Settings
 from sparse_eval.device import DTYPES, describe_device
 from sparse_eval.models import ModelInfo, model_info
 from sparse_eval.results import CellStore
+from sparse_eval.tasks.fidelity import Fidelity
+from sparse_eval.tasks.live_task import LiveTask, Work
+from sparse_eval.tasks.needle import Needle
 from sparse_eval.tasks.recall import Recall
+
+LIVE: dict[str, type[LiveTask]] = {"needle": Needle, "fidelity": Fidelity}
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,37 @@ def cost_of(settings: Settings, flops: float) -> Cost:
     if settings.task["name"] == "latency":  # no model and no prompt; minutes of GPU time
         cells = len(settings.task["batches"]) * len(settings.task["contexts"])
         return Cost(0, 0, cells, 0, None, None, None)
+    live = LIVE.get(settings.task["name"])
+    if live is None:
+        return recall_cost(settings, flops)
+    task = live(settings, progress=None)  # type: ignore[arg-type]
+    return live_cost(settings, task.work(CellStore(settings.cache_dir)), flops)
+
+
+def live_cost(settings: Settings, work: Work, flops: float) -> Cost:
+    """Of prefills, and of decode steps that read every weight."""
+    info = model_info(settings.model)
+    longest = max(work.prefills, default=settings.context)
+    kv = _kv_bytes(settings, info, longest)
+    known = info.num_parameters and info.num_layers
+    seconds = None
+    if known:
+        prefill = sum(_prefill_flops(info, tokens) for tokens in work.prefills)
+        seconds = (prefill + _decode_flops(info, work.steps)) / flops
+    weights = (info.num_parameters or 0) * DTYPES[settings.dtype].itemsize
+    return Cost(
+        prefills=len(work.prefills),
+        captures_cached=0,
+        cells=work.cells,
+        cells_cached=work.cells_known,
+        seconds=seconds,
+        # the prefilled cache, and the fork that grows
+        memory_bytes=weights + 2 * kv if known and kv is not None else None,
+        disk_bytes=len(work.prefills) * kv if settings.cache_prefill and kv is not None else 0,
+    )
+
+
+def recall_cost(settings: Settings, flops: float) -> Cost:
     task = Recall(settings, progress=None)  # type: ignore[arg-type]
     cells = settings.cells()
     store = CellStore(settings.cache_dir)
@@ -82,31 +118,39 @@ def _seconds(
     if not info.num_parameters or not info.num_layers:
         return None
     n, steps = settings.context, settings.task["steps"]
-    prefill = 2.0 * info.num_parameters * n + _attention_flops(info, n, n) / 2
+    prefill = _prefill_flops(info, n) + _decode_flops(info, steps)
     cell = 2 * _attention_flops(info, steps, n)
-    # decoding reads every weight per step: as slow as 16 tokens' worth of arithmetic
-    decode = 2.0 * info.num_parameters * 16 * steps
-    return (prefills * (prefill + decode) + cells * cell) / flops
+    return (prefills * prefill + cells * cell) / flops
 
 
-def _kv_bytes(settings: Settings, info: ModelInfo) -> float | None:
+def _prefill_flops(info: ModelInfo, tokens: int) -> float:
+    assert info.num_parameters
+    return 2.0 * info.num_parameters * tokens + _attention_flops(info, tokens, tokens) / 2
+
+
+def _decode_flops(info: ModelInfo, steps: int) -> float:
+    """Decoding reads every weight per step: as slow as 16 tokens' worth of arithmetic."""
+    assert info.num_parameters
+    return 2.0 * info.num_parameters * 16 * steps
+
+
+def _kv_bytes(settings: Settings, info: ModelInfo, tokens: int) -> float | None:
     if not (info.num_layers and info.num_kv_heads and info.head_dim):
         return None
     size = DTYPES[settings.dtype].itemsize
-    tokens = settings.context + settings.task["steps"]
     return 2.0 * info.num_layers * info.num_kv_heads * info.head_dim * size * tokens
 
 
 def _memory(settings: Settings, info: ModelInfo) -> float | None:
     """Weights, the prefilled cache, the decoding fork's copy of it, and the capture."""
-    kv = _kv_bytes(settings, info)
+    kv = _kv_bytes(settings, info, settings.context + settings.task["steps"])
     if kv is None or not info.num_parameters:
         return None
     return info.num_parameters * DTYPES[settings.dtype].itemsize + 3 * kv
 
 
 def _capture_bytes(settings: Settings, info: ModelInfo, captures: int) -> float | None:
-    kv = _kv_bytes(settings, info)
+    kv = _kv_bytes(settings, info, settings.context + settings.task["steps"])
     return None if kv is None else captures * kv
 
 
@@ -134,7 +178,8 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
     console.print(table)
     for name, error in jobs:
         if isinstance(error, ValueError):
-            console.print(f"[yellow]infeasible[/yellow] {name or '(defaults)'}: {error}")
+            line = f"[yellow]infeasible[/yellow] {name or '(defaults)'}: {error}"
+            console.print(line, soft_wrap=True)
     for (device, dtype), rate in rates.items():
         console.print(
             f"[dim]predicted from {rate / 1e9:,.0f} GFLOP/s, measured now by a {dtype} matrix "

@@ -314,6 +314,10 @@ def test_paged_pool_equals_contiguous_bit_for_bit(backend, layout, device):
         plain = sparse_decode(**chosen, backend=backend, page_lse=True)
         for got, want in zip(paged, plain, strict=True):
             assert torch.equal(got, want)
+        aligned = chosen | {"starts": None}
+        paged = triton(aligned | pools, block_table=table, block_t=16)  # one page, block a tile
+        for got, want in zip(paged, triton(aligned, block_t=16), strict=True):
+            assert torch.equal(got[:2], want[:2])
 
 
 def test_pool_table_may_be_shared_by_all_rows(device):

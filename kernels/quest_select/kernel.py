@@ -301,7 +301,9 @@ def write_metadata(
     offs_t = tl.arange(0, BLOCK_TOKENS)
     lists = (None, table_ptr, start, length, 0)
     first = page * PAGE_SIZE
-    block, token, _ = locate(first + offs_t, first, lists, PAGE_SIZE, BLOCK_SIZE, BLOCK_TOKENS)
+    block, token, _ = locate(
+        first + offs_t, first, lists, PAGE_SIZE, BLOCK_SIZE, False, BLOCK_TOKENS
+    )
     mask = (offs_t < PAGE_SIZE)[:, None] & (offs_d < D)
     keys = tl.load(
         k_ptr + (block * stride_kb + token * stride_kn)[:, None] + offs_d * stride_kd,

@@ -63,6 +63,7 @@ def attend_split_kernel(
     E: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # tokens per block of the pool
+    ONE_BLOCK: tl.constexpr,  # every tile lies in one block of the pool
     PART: tl.constexpr,  # tokens per stored part of a page's LSE; divides page and tile
     P_UNIT: tl.constexpr,  # weights enter the dot times P_UNIT, clear of fp16's floor
     INTERPRET: tl.constexpr,
@@ -130,14 +131,14 @@ def attend_split_kernel(
         while tile < end:
             m, l, acc = attend_tile(
                 *(tile, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
-                *(PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                *(ONE_BLOCK, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
             tile += 1
     else:
         for i in tl.range(tile, end):
             m, l, acc = attend_tile(
                 *(i, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
-                *(PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                *(ONE_BLOCK, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
 
     offs_split = row_head * num_splits + split
@@ -176,6 +177,7 @@ def attend_tile(
     E: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     PART: tl.constexpr,
     P_UNIT: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -188,7 +190,9 @@ def attend_tile(
     offs_t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
-    block, token, read = locate(offs_t, tile * BLOCK_T, lists, PAGE_SIZE, BLOCK_SIZE, BLOCK_T)
+    block, token, read = locate(
+        offs_t, tile * BLOCK_T, lists, PAGE_SIZE, BLOCK_SIZE, ONE_BLOCK, BLOCK_T
+    )
     k = tl.load(
         k_ptr + (block * stride_kb + token * stride_kn)[:, None] + offs_d * stride_kd,
         mask=read[:, None] & (offs_d < D),
@@ -227,11 +231,13 @@ def locate(
     lists,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Where each token of a list's tile lies (block, token in it; block 0 in a contiguous cache),
     and whether it is read: in a valid slot, and live. offs_t = first + arange(BLOCK_T)."""
     pages_ptr, table_ptr, start, length, count = lists
+    lowest = first  # position of the tile's first token, where one page holds the tile
     if pages_ptr is None:
         position = offs_t
         read = position < length
@@ -239,8 +245,9 @@ def locate(
         if PAGE_SIZE % BLOCK_T == 0:  # one slot a tile: a scalar, which needs no pipeline stage
             slot = first // PAGE_SIZE
             page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
+            lowest = page * PAGE_SIZE + first % PAGE_SIZE
             page += tl.zeros([BLOCK_T], tl.int32)
-            position = page * PAGE_SIZE + first % PAGE_SIZE + tl.arange(0, BLOCK_T)
+            position = lowest + tl.arange(0, BLOCK_T)
         else:
             slot = offs_t // PAGE_SIZE
             page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
@@ -249,6 +256,11 @@ def locate(
     token = start + position
     if table_ptr is None:
         block = token * 0
+    elif ONE_BLOCK:  # one block a tile: a scalar again
+        is_read = (lowest >= 0) & (lowest < length)
+        block = tl.load(table_ptr + lowest // BLOCK_SIZE, mask=is_read, other=0)
+        block += tl.zeros([BLOCK_T], tl.int32)
+        token = token % BLOCK_SIZE
     else:
         block = tl.load(table_ptr + token // BLOCK_SIZE, mask=read, other=0)
         token = token % BLOCK_SIZE

@@ -84,6 +84,9 @@ def sparse_decode_triton(
             E=e,
             PAGE_SIZE=page_size,
             BLOCK_SIZE=1 if table is None else k.shape[2],
+            ONE_BLOCK=starts is None
+            and k.shape[2] % block_t == 0
+            and (pages is None or page_size % block_t == 0),
             PART=part,
             P_UNIT=2.0**15 if q.dtype == torch.float16 else 1.0,
             INTERPRET=INTERPRETED,

@@ -20,7 +20,7 @@ from sparse_eval.fidelity import NextTokens, compare, nll_of
 from sparse_eval.prefill import Prefilled, cache_keyword, feed
 from sparse_eval.prompts import Prompt, leading_bos, make_prompts
 from sparse_eval.results import CellStore
-from sparse_eval.tasks.live_task import Arm, LiveTask, arms_of, read_columns
+from sparse_eval.tasks.live_task import Arm, LiveTask, Work, arms_of, read_columns
 
 
 @dataclass
@@ -30,20 +30,34 @@ class Fidelity(LiveTask):
     @cached_property
     def prompts(self) -> list[Prompt]:
         s = self.settings
-        needs_model = s.prompts["source"] == "transcripts"
-        with self.progress.stage(
-            f"cutting prompts of {s.context} tokens from {s.prompts['source']}"
-        ):
-            return make_prompts(
-                s.prompts,
-                self.tokenizer,
-                context=s.context,
-                extra=s.task["steps"],
-                seed=s.seed,
-                loaded=self.loaded if needs_model else None,
-                model_cache=s.model_cache,
-                cache_dir=s.cache_dir,
-            )
+        what = f"cutting prompts of {s.context} tokens from {s.prompts['source']}"
+        with self.progress.stage(what):
+            return self._cut(self.tokenizer)
+
+    def _cut(self, tokenizer: Any) -> list[Prompt]:
+        s = self.settings
+        return make_prompts(
+            s.prompts,
+            tokenizer,
+            context=s.context,
+            extra=s.task["steps"],
+            seed=s.seed,
+            loaded=self.loaded if s.prompts["source"] == "transcripts" else None,
+            model_cache=s.model_cache,
+            cache_dir=s.cache_dir,
+        )
+
+    def work(self, store: CellStore) -> Work:
+        s, arms = self.settings, arms_of(self.settings)
+        n, known, missing = s.prompts["n"], 0, s.prompts["n"]
+        if self.here is not None and s.prompts["source"] not in ("dataset", "transcripts"):
+            found = [
+                sum(store.has(Measurement(self, prompt).key(arm)) for arm in arms)
+                for prompt in self._cut(self.here)
+            ]
+            known, missing = sum(found), sum(count < len(arms) for count in found)
+        steps = (len(arms) * n - known) * s.task["steps"]
+        return Work([s.context] * missing, steps, len(arms) * n, known)
 
     def run(self, store: CellStore) -> Iterator[list[Row]]:
         """Rows of one cell at a time; cells measured before come from the store."""

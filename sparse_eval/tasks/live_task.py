@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from sparse_eval.prefill import Prefilled, prefill
 from sparse_eval.prefill_store import load_prefill, save_prefill
 from sparse_eval.progress import Progress
 from sparse_eval.provenance import code_hash, version_of
-from sparse_eval.results import SCHEMA, cell_key
+from sparse_eval.results import SCHEMA, CellStore, cell_key
 from sparse_eval.trace import Trace
 
 NAN = float("nan")
@@ -34,6 +35,17 @@ class Arm:
     label: str
     policy: Any
     budget: int | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run would still have to do. prefills: the length of each prompt to prefill, tokens.
+    steps: decode steps at most. cells: in all, and those that are known."""
+
+    prefills: list[int]
+    steps: int
+    cells: int
+    cells_known: int
 
 
 def arms_of(settings: Settings) -> list[Arm]:
@@ -51,7 +63,7 @@ def arms_of(settings: Settings) -> list[Arm]:
 
 
 @dataclass
-class LiveTask:
+class LiveTask(ABC):
     """settings: the run's. The model is loaded only if some cell was never measured."""
 
     settings: Settings
@@ -64,10 +76,17 @@ class LiveTask:
             return shared_model(s)
 
     @cached_property
+    def here(self) -> Any | None:
+        """The tokenizer, if it is here already."""
+        return local_tokenizer(self.settings.model, model_cache=self.settings.model_cache)
+
+    @cached_property
     def tokenizer(self) -> Any:
-        s = self.settings
-        local = local_tokenizer(s.model, model_cache=s.model_cache)
-        return self.loaded.tokenizer if local is None else local
+        return self.loaded.tokenizer if self.here is None else self.here
+
+    @abstractmethod
+    def work(self, store: CellStore) -> Work:
+        """Without loading weights: cells count as known only where the tokenizer is here."""
 
     def facts(self) -> dict[str, Any]:
         """Further keys of summary.json."""

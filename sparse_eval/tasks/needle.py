@@ -10,7 +10,7 @@ from functools import cached_property
 from sparse_eval.config import Settings, token_budgets
 from sparse_eval.core import Row
 from sparse_eval.needle.cell import Measurement
-from sparse_eval.needle.config import NeedleConfig, needle_config
+from sparse_eval.needle.config import SPARE_TOKENS, NeedleConfig, needle_config
 from sparse_eval.needle.gate import Gate, can_pass, judge
 from sparse_eval.needle.haystack import CHARS_PER_TOKEN, Haystack, haystack_text
 from sparse_eval.needle.kinds import KINDS
@@ -18,7 +18,10 @@ from sparse_eval.needle.plant import plant
 from sparse_eval.needle.sentences import Spot
 from sparse_eval.needle.template import Template, make_template
 from sparse_eval.results import CellStore
-from sparse_eval.tasks.live_task import Arm, LiveTask, arms_of
+from sparse_eval.tasks.live_task import Arm, LiveTask, Work, arms_of
+
+TYPICAL_TOKENS = {"digits": 6, "word": 2, "uuid": 36}
+"""Of a value, to predict an answer's cost before anything is tokenised."""
 
 
 @dataclass
@@ -77,6 +80,35 @@ class Needle(LiveTask):
                         yield [row | {"gated": gate.gated} for row in rows]
                     tick(1)
 
+    def work(self, store: CellStore) -> Work:
+        config = self.config
+        num_gate = config.gate.n if can_pass(config.gate) else 0
+        prefills, steps, cells, known = list[int](), 0, 0, 0
+        for spots in self.spots():
+            arms = arms_of(self.at(spots[0].context))
+            gate = [replace(spots[0], sample=i, role="gate") for i in range(num_gate)]
+            for spot in [*gate, *spots]:
+                asked = arms[:1] if spot.role == "gate" else arms
+                missing = len(asked) - self._num_known(spot, asked, store)
+                cells, known = cells + len(asked), known + len(asked) - missing
+                prefills += [spot.context] if missing else []
+                steps += missing * self._steps_of(spot)
+        return Work(prefills, steps, cells, known)
+
+    def _num_known(self, spot: Spot, arms: list[Arm], store: CellStore) -> int:
+        if self.here is None or not store.folder.is_dir():
+            return 0
+        measurement = self._measurement(spot)
+        return sum(store.has(measurement.key(arm)) for arm in arms)
+
+    def _steps_of(self, spot: Spot) -> int:
+        return self.config.max_new_tokens or TYPICAL_TOKENS[spot.kind.form.name] + SPARE_TOKENS
+
+    def _measurement(self, spot: Spot) -> Measurement:
+        num = self.config.distractors if spot.kind.has_distractors else 0
+        planted = plant(spot, self.haystack, self.tokenizer, self.template, num_distractors=num)
+        return Measurement(self, self.config, self.template.is_plain, planted)
+
     def _gate(self, spot: Spot, store: CellStore) -> Generator[list[Row], None, Gate]:
         """Dense on the gate's own samples; their rows are kept apart by role."""
         config = self.config.gate
@@ -97,11 +129,7 @@ class Needle(LiveTask):
 
     def _sample(self, spot: Spot, arms: list[Arm], store: CellStore) -> Iterator[list[Row]]:
         """One planted prompt under every arm; prefilled only if some cell is missing."""
-        distractors = self.config.distractors if spot.kind.has_distractors else 0
-        planted = plant(
-            spot, self.haystack, self.tokenizer, self.template, num_distractors=distractors
-        )
-        measurement = Measurement(self, self.config, self.template.is_plain, planted)
+        measurement = self._measurement(spot)
         keys = [measurement.key(arm) for arm in arms]
         known = [store.get(key) for key in keys]
         dense_output = None
