@@ -89,12 +89,16 @@ def check(words: Sequence[str]) -> Checked | None:
     if not is_sweep:
         packed_keys(composer.compose(jobs[0]))
     elif swept:
-        overrides = pack(composer, overrides)
+        overrides, unpacked = pack(composer, overrides), jobs
         jobs = [without_hydra(job) for job in sweep_jobs(parse(overrides))]
     if is_plan:
         from sparse_eval.plan import print_plan
 
-        print_plan([(" ".join(job), attempt(composer, job)) for job in jobs])
+        plans = [(" ".join(job), attempt(composer, job)) for job in jobs]
+        if swept and any(isinstance(found, ValueError) for _, found in plans):
+            # packed, one combination that cannot run would stand for all
+            plans = [(" ".join(job), attempt(composer, job)) for job in unpacked]
+        print_plan(plans)
         return None
     flag_words = [word for word in words if word not in flags.overrides]
     return Checked([*flag_words, *overrides], jobs, is_sweep, composer)

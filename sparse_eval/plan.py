@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sparse_eval.config import Settings
@@ -167,7 +168,7 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
         rates[where] = rates.get(where) or matmul_flops_per_second(s.device, DTYPES[s.dtype])
         cost = cost_of(s, rates[where])
         table.add_row(
-            name or "(defaults)",
+            escape(name or "(defaults)"),
             str(cost.cells),
             str(cost.cells_cached),
             str(cost.prefills),
@@ -178,8 +179,8 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
     console.print(table)
     for name, error in jobs:
         if isinstance(error, ValueError):
-            line = f"[yellow]infeasible[/yellow] {name or '(defaults)'}: {error}"
-            console.print(line, soft_wrap=True)
+            line = escape(f"{name or '(defaults)'}: {error}")
+            console.print(f"[yellow]infeasible[/yellow] {line}", soft_wrap=True)
     for (device, dtype), rate in rates.items():
         console.print(
             f"[dim]predicted from {rate / 1e9:,.0f} GFLOP/s, measured now by a {dtype} matrix "

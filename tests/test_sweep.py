@@ -103,11 +103,11 @@ def test_an_unknown_key_to_pack_is_one_line(capsys, go):
 def test_a_packed_sweep_measures_what_the_unpacked_one_does(go, tmp_path):
     words = ["-m", *TINY, "policy=quest,window", "budget=64,96", "compare=[random]"]
     assert go(*words, "cache_dir=one") == 0
-    assert go(*words, "cache_dir=two", "sweep.pack=[]") == 0
-    one, four = (measured(folder) for folder in folders(tmp_path))
-    pd.testing.assert_frame_equal(one, four)
+    assert go(*words, "cache_dir=two", "sweep.pack=[budget]") == 0
+    one, two = (measured(folder) for folder in folders(tmp_path))
+    pd.testing.assert_frame_equal(one, two)
     jobs = [len(list(folder.glob("*/summary.json"))) for folder in folders(tmp_path)]
-    assert jobs == [1, 4]
+    assert jobs == [1, 2]
 
 
 def test_a_sweep_loads_the_model_and_captures_each_prompt_once(go, tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_sweep_loads_the_model_and_captures_each_prompt_once(go, tmp_path, mon
             return _do(*a, **k)
 
         monkeypatch.setattr(f"sparse_eval.{place}.{name}", counted)
-    words = ["-m", *CHEAP, "budget=64,96", "sink_pages=1,2", "sweep.pack=[]"]
+    words = ["-m", *CHEAP, "budget=64", "sink_pages=1,2"]
     assert go(*words) == 0
     assert sorted(calls) == ["load_model", "prefill", "record"]
     calls.clear()
