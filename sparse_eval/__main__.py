@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparse_eval.compose import Checked
+    from sparse_eval.cli.compose import Checked
 
 HELP = """\
 python -m sparse_eval [key=value …]          one run
@@ -61,9 +61,9 @@ def flags_first(words: Sequence[str]) -> list[str]:
 
 def check(words: Sequence[str]) -> Checked | None:
     """Compose and validate every job. None: there is nothing left to do (the plan is printed)."""
-    from sparse_eval.compose import Checked, Composer, parse, sweep_jobs
-    from sparse_eval.pack import pack, packed_keys, without_hydra
-    from sparse_eval.settings import resolve
+    from sparse_eval.cli.compose import Checked, Composer, parse, sweep_jobs
+    from sparse_eval.cli.pack import pack, packed_keys, without_hydra
+    from sparse_eval.cli.settings import resolve
 
     flags, overrides = split_words(words)
     parsed = parse(overrides)
@@ -92,7 +92,7 @@ def check(words: Sequence[str]) -> Checked | None:
         overrides, unpacked = pack(composer, overrides), jobs
         jobs = [without_hydra(job) for job in sweep_jobs(parse(overrides))]
     if is_plan:
-        from sparse_eval.plan import print_plan
+        from sparse_eval.cli.plan import print_plan
 
         plans = [(" ".join(job), attempt(composer, job)) for job in jobs]
         if swept and any(isinstance(found, ValueError) for _, found in plans):
@@ -106,7 +106,7 @@ def check(words: Sequence[str]) -> Checked | None:
 
 def attempt(composer: Any, job: Sequence[str]) -> Any:
     """The job's settings, or the ValueError that says why it cannot run."""
-    from sparse_eval.settings import resolve
+    from sparse_eval.cli.settings import resolve
 
     try:
         return resolve(composer, job)

@@ -19,19 +19,19 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from sparse_eval.compose import Checked, Composer
-from sparse_eval.config import Settings
+from sparse_eval.cli.compose import Checked, Composer
+from sparse_eval.cli.config import Settings
+from sparse_eval.cli.failure import PartsFailed, run_guarded, stop_on_signals, told
+from sparse_eval.cli.kits import KITS
+from sparse_eval.cli.progress import Level, Progress
+from sparse_eval.cli.settings import resolve
+from sparse_eval.cli.sweep import SweepResult, finish_sweep
 from sparse_eval.core import Row
 from sparse_eval.device import describe_device, peak_memory_bytes
-from sparse_eval.failure import PartsFailed, run_guarded, stop_on_signals, told
-from sparse_eval.kits import KITS
 from sparse_eval.models import model_info
 from sparse_eval.parts import Parts, config_record, parts_of
-from sparse_eval.progress import Level, Progress
 from sparse_eval.report import write_report
 from sparse_eval.results import CellStore, Journal, provenance, write_parquet, write_summary
-from sparse_eval.settings import resolve
-from sparse_eval.sweep import SweepResult, finish_sweep
 from sparse_eval.tracking import Tracker, make_tracker, track_sweep
 
 log = logging.getLogger("sparse_eval")

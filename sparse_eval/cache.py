@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from sparse_eval.store import locked
+from sparse_eval.inputs.store import locked
 
 KINDS = {
     "captures": "K, V and decode queries of a prompt; made again by one prefill",

@@ -25,8 +25,8 @@ from typing import Any
 
 import yaml
 
-from sparse_eval.hub import snapshot
-from sparse_eval.store import Unavailable, locked, make_folder, say, sha256_of, user_cache
+from sparse_eval.inputs.hub import snapshot
+from sparse_eval.inputs.store import Unavailable, locked, make_folder, say, sha256_of, user_cache
 
 
 @dataclass(frozen=True)

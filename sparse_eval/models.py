@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sparse_eval.checkpoint import (
+from sparse_eval.inputs.checkpoint import (
     checkpoint,
     gguf_sha256,
     given_folder,
@@ -24,9 +24,9 @@ from sparse_eval.checkpoint import (
     local_checkpoint,
     source_of,
 )
-from sparse_eval.gguf_header import read_header
-from sparse_eval.hub import cached, check_repo, weight_files
-from sparse_eval.model_info import (
+from sparse_eval.inputs.gguf_header import read_header
+from sparse_eval.inputs.hub import cached, check_repo, weight_files
+from sparse_eval.inputs.model_info import (
     SHAPES,
     ModelInfo,
     count_parameters,
@@ -35,8 +35,8 @@ from sparse_eval.model_info import (
     folder_revision,
     info_from,
 )
-from sparse_eval.store import make_folder
-from sparse_eval.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, VOCAB_SIZE, byte_tokenizer
+from sparse_eval.inputs.store import make_folder
+from sparse_eval.inputs.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, VOCAB_SIZE, byte_tokenizer
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from sparse_eval.cells import CellStore, cell_key
-from sparse_eval.config import Settings, token_budgets
+from sparse_eval.cli.config import Settings, token_budgets
+from sparse_eval.cli.failure import failure_of, told
+from sparse_eval.cli.progress import Progress
 from sparse_eval.core import Row
-from sparse_eval.failure import failure_of, told
-from sparse_eval.files import to_json, write_atomic
-from sparse_eval.progress import Progress
+from sparse_eval.inputs.store import Unavailable
 from sparse_eval.provenance import code_hash, version_of
-from sparse_eval.store import Unavailable
+from sparse_eval.storage.cells import CellStore, cell_key
+from sparse_eval.storage.files import to_json, write_atomic
 
 log = logging.getLogger("sparse_eval")
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparse_eval import texts
-from sparse_eval.store import user_cache
+from sparse_eval.inputs import texts
+from sparse_eval.inputs.store import user_cache
 
 if TYPE_CHECKING:
     from sparse_eval.models import LoadedModel
@@ -88,7 +88,7 @@ def check_prompts(cfg: Mapping[str, Any]) -> None:
             if not isinstance(cfg.get(key), str) or not cfg[key].strip():
                 raise ValueError(f"prompts=dataset needs prompts.{key}, got {cfg.get(key)!r}")
     if source == "transcripts":
-        from sparse_eval.transcripts import check_transcripts
+        from sparse_eval.inputs.transcripts import check_transcripts
 
         check_transcripts(cfg)
 
@@ -110,7 +110,7 @@ def _transcripts(
     seed: int,
     cache_dir: Path | None,
 ) -> list[Prompt]:
-    from sparse_eval.transcripts import transcripts
+    from sparse_eval.inputs.transcripts import transcripts
 
     if loaded is None:
         raise ValueError("prompts=transcripts needs the loaded model: it writes them")

@@ -15,21 +15,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sparse_eval.columns import names
-
 PACKAGE = Path(__file__).resolve().parent
 
-OUTPUT_ROOMS = frozenset(
-    names(
-        "__main__ app cache cells check columns compare compose config dashboard export failure"
-        " fetch files headline journal keep kits margins needle_pairs pack page_live paired"
-        " palette parts plan plots plots_fidelity plots_live plots_needle progress provenance"
-        " report results settings show_fidelity show_needle show_recall summarise"
-        " summarise_fidelity summarise_needle sweep tracking"
-    )
+OUTPUT_FOLDERS = frozenset({"cli", "reporting", "storage", "conf", "__pycache__"})
+OUTPUT_MODULES = frozenset(
+    {
+        "__main__",
+        "app",
+        "cache",
+        "check",
+        "fetch",
+        "parts",
+        "provenance",
+        "report",
+        "results",
+        "tracking",
+    }
 )
-"""Modules that present or keep what was measured. Whatever else the package holds, new files
-included, can change a cell."""
+"""What presents or keeps what was measured. Whatever else the package holds, new files included,
+can change a cell."""
 
 
 def code_hash(*classes: type) -> str:
@@ -57,9 +61,9 @@ def measuring_files() -> list[Path]:
     """Python files of the package that can change a cell; conf/ is part of the config instead."""
     files = []
     for folder, folders, files_here in os.walk(PACKAGE, followlinks=True):
-        folders[:] = sorted(set(folders) - {"__pycache__", "conf", "page"})
+        folders[:] = sorted(set(folders) - OUTPUT_FOLDERS)
         paths = [Path(folder) / name for name in sorted(files_here) if name.endswith(".py")]
-        files += [p for p in paths if p.parent != PACKAGE or p.stem not in OUTPUT_ROOMS]
+        files += [p for p in paths if p.parent != PACKAGE or p.stem not in OUTPUT_MODULES]
     return files
 
 

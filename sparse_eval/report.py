@@ -14,19 +14,19 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from sparse_eval.compare import Comparison, compare, comparison_section, print_comparison
-from sparse_eval.dashboard import dashboard, picture
-from sparse_eval.export import export
-from sparse_eval.files import write_atomic
-from sparse_eval.page_live import fidelity_sections, live_page, needle_sections
-from sparse_eval.plots import also_as, recall_by_budget, recall_curve, recall_heatmap
-from sparse_eval.plots_fidelity import fidelity_curve
-from sparse_eval.plots_latency import latency_pictures
-from sparse_eval.plots_needle import needle_pictures
+from sparse_eval.reporting.compare import Comparison, compare, comparison_section, print_comparison
+from sparse_eval.reporting.dashboard import dashboard, picture
+from sparse_eval.reporting.export import export
+from sparse_eval.reporting.page_live import fidelity_sections, live_page, needle_sections
+from sparse_eval.reporting.plots import also_as, recall_by_budget, recall_curve, recall_heatmap
+from sparse_eval.reporting.plots_fidelity import fidelity_curve
+from sparse_eval.reporting.plots_latency import latency_pictures
+from sparse_eval.reporting.plots_needle import needle_pictures
+from sparse_eval.reporting.summarise import split_settings
+from sparse_eval.reporting.summarise_fidelity import split_fidelity
+from sparse_eval.reporting.summarise_needle import split_needle
 from sparse_eval.results import load, row_sources, write_parquet
-from sparse_eval.summarise import split_settings
-from sparse_eval.summarise_fidelity import split_fidelity
-from sparse_eval.summarise_needle import split_needle
+from sparse_eval.storage.files import write_atomic
 
 LIVE_TASKS = {"needle", "fidelity", "latency"}
 VECTOR = ("pdf", "svg")

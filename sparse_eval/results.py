@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from sparse_eval.cells import CellStore, cell_key
-from sparse_eval.columns import (
+from sparse_eval.provenance import code_hash, provenance
+from sparse_eval.reporting.summarise import summarise_recall
+from sparse_eval.storage.cells import CellStore, cell_key
+from sparse_eval.storage.columns import (
     COMMON_COLUMNS,
     FIDELITY_COLUMNS,
     LATENCY_COLUMNS,
@@ -25,10 +27,8 @@ from sparse_eval.columns import (
     SCHEMA,
     frame_of,
 )
-from sparse_eval.files import to_json, write_atomic
-from sparse_eval.journal import Journal
-from sparse_eval.provenance import code_hash, provenance
-from sparse_eval.summarise import summarise_recall
+from sparse_eval.storage.files import to_json, write_atomic
+from sparse_eval.storage.journal import Journal
 
 if TYPE_CHECKING:
     from sparse_eval.core import Row

@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 
 import pandas as pd
 
-from sparse_eval.columns import frame_of
-from sparse_eval.files import plain, to_json, write_atomic
-from sparse_eval.summarise import split_settings, summarise_recall
-from sparse_eval.summarise_fidelity import split_fidelity, summarise_fidelity
-from sparse_eval.summarise_needle import split_needle, summarise_needle
+from sparse_eval.reporting.summarise import split_settings, summarise_recall
+from sparse_eval.reporting.summarise_fidelity import split_fidelity, summarise_fidelity
+from sparse_eval.reporting.summarise_needle import split_needle, summarise_needle
+from sparse_eval.storage.columns import frame_of
+from sparse_eval.storage.files import plain, to_json, write_atomic
 
 if TYPE_CHECKING:
     from sparse_eval.core import Row

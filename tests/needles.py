@@ -8,12 +8,12 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from sparse_eval.inputs.texts import docs
 from sparse_eval.needle.haystack import Haystack
 from sparse_eval.needle.kinds import KINDS
 from sparse_eval.needle.plant import Planted, plant
 from sparse_eval.needle.sentences import Spot
 from sparse_eval.needle.template import make_template
-from sparse_eval.texts import docs
 
 CHAT = (
     "{{ bos }}{% for m in messages %}<user>{{ m['content'] }}{% endfor %}"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sparse_eval import keep
 from sparse_eval.cache import entries, main, make_room, making, touch
-from sparse_eval.progress import Level, Progress
+from sparse_eval.cli.progress import Level, Progress
+from sparse_eval.storage import keep
 
 
 def put(folder: Path, kind: str, name: str, size: int, age: float = 0) -> Path:

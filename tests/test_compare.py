@@ -9,12 +9,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from sparse_eval.compare import compare, records, verdict
-from sparse_eval.export import latex
-from sparse_eval.paired import holm, least_p, paired, sign_flip_p, t_quantile
 from sparse_eval.report import main
+from sparse_eval.reporting.compare import compare, records, verdict
+from sparse_eval.reporting.export import latex
+from sparse_eval.reporting.paired import holm, least_p, paired, sign_flip_p, t_quantile
+from sparse_eval.reporting.summarise import summarise_recall
 from sparse_eval.results import Journal, write_summary
-from sparse_eval.summarise import summarise_recall
 from tests.factories import recall_rows
 
 CONFIG = {"page_size": 16, "model": {"name": "synthetic"}, "seed": 0}

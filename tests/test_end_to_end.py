@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sparse_eval import load
+from sparse_eval.reporting.summarise import summarise_recall
 from sparse_eval.results import COMMON_COLUMNS, RECALL_COLUMNS
-from sparse_eval.summarise import summarise_recall
 
 TINY = ["model=tiny_llama", "context=200", "prompts.n=2", "task.steps=8", "task.prompt_queries=32"]
 
@@ -89,7 +89,7 @@ def test_a_failing_run_exits_with_1_and_keeps_its_traceback(tmp_path):
 
 
 def test_a_killed_run_keeps_every_finished_cell(finished, tmp_path):
-    from sparse_eval.journal import Journal
+    from sparse_eval.storage.journal import Journal
 
     folder = next(finished[0].glob("outputs/recall/*"))
     torn = tmp_path / "rows.jsonl"
@@ -140,9 +140,9 @@ def test_full_through_our_attention_generates_the_embedded_models_tokens(tmp_pat
     import yaml
 
     from sparse_eval import patched
+    from sparse_eval.inputs.store import user_cache
     from sparse_eval.models import load_model
     from sparse_eval.policies.full import Full
-    from sparse_eval.store import user_cache
     from tests.tiny import CONF
 
     cfg = yaml.safe_load((CONF / "model" / "smollm2.yaml").read_text())

@@ -11,7 +11,7 @@ import pytest
 
 from sparse_eval import fetch
 from sparse_eval.fetch import WheelFile, fetch_file, shipped
-from sparse_eval.store import Unavailable, build_once, user_cache
+from sparse_eval.inputs.store import Unavailable, build_once, user_cache
 
 CONTENT = [b"first half, " * 1000, b"second half"]
 WANTED = WheelFile(

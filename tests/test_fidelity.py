@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from sparse_eval.app import register_resolvers
-from sparse_eval.compose import Composer
+from sparse_eval.cli.compose import Composer
+from sparse_eval.cli.progress import Progress
+from sparse_eval.cli.settings import resolve
 from sparse_eval.fidelity import NextTokens, compare, kl_of, nll_of
-from sparse_eval.progress import Progress
 from sparse_eval.results import CellStore
-from sparse_eval.settings import resolve
 from sparse_eval.tasks.fidelity import Fidelity
 
 

@@ -13,16 +13,16 @@ import torch
 import yaml
 
 from sparse_eval.__main__ import main
-from sparse_eval.kits import KITS
+from sparse_eval.cli.kits import KITS
 from sparse_eval.latency.cell import Cell
 from sparse_eval.latency.clock import timing
 from sparse_eval.latency.config import Shapes, check_latency, latency_config
-from sparse_eval.page_live import live_page
-from sparse_eval.plots_latency import latency_pictures
 from sparse_eval.policies.quest import Quest
 from sparse_eval.policies.window import Window
-from sparse_eval.show_latency import print_results
-from sparse_eval.summarise_latency import slope, speedups, split_latency
+from sparse_eval.reporting.page_live import live_page
+from sparse_eval.reporting.plots_latency import latency_pictures
+from sparse_eval.reporting.show_latency import print_results
+from sparse_eval.reporting.summarise_latency import slope, speedups, split_latency
 
 TASK = yaml.safe_load((Path(__file__).parent.parent / "conf" / "task" / "latency.yaml").read_text())
 INFO = SimpleNamespace(name="qwen", num_heads=12, num_kv_heads=2, head_dim=128)
@@ -167,7 +167,7 @@ def test_the_table_stars_what_fits_in_the_cache(capsys):
 
 @pytest.mark.gpu
 def test_the_whole_task_on_this_gpu(tmp_path):
-    from sparse_eval.progress import Progress
+    from sparse_eval.cli.progress import Progress
     from sparse_eval.results import CellStore
 
     task = TASK | {"batches": [2], "contexts": [8192], "repeats": 5}

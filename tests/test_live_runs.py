@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from sparse_eval.app import register_resolvers, run
-from sparse_eval.columns import frame_of
-from sparse_eval.compose import Composer
-from sparse_eval.kits import KITS
-from sparse_eval.plan import cost_of
+from sparse_eval.cli.compose import Composer
+from sparse_eval.cli.kits import KITS
+from sparse_eval.cli.plan import cost_of
+from sparse_eval.cli.settings import resolve
 from sparse_eval.report import write_report
 from sparse_eval.results import CellStore, load
-from sparse_eval.settings import resolve
+from sparse_eval.storage.columns import frame_of
 from sparse_eval.tracking import curve_tables
 from tests.needle_rows import needle_run
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_eval import checkpoint, hub
 from sparse_eval.fetch import shipped
-from sparse_eval.model_info import SHAPES, ModelInfo
+from sparse_eval.inputs import checkpoint, hub
+from sparse_eval.inputs.model_info import SHAPES, ModelInfo
+from sparse_eval.inputs.store import Unavailable
 from sparse_eval.models import load_model, local_tokenizer, model_info
-from sparse_eval.store import Unavailable
 
 MODELS = shipped("model")
 TINY = ("tiny_llama", "tiny_qwen2", "tiny_gemma3")

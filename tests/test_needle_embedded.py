@@ -57,8 +57,8 @@ def answer(loaded: Any, needle: Planted, filled: Any, pages: tuple[int, ...]) ->
 def test_the_needle_the_question_and_the_sinks_are_enough_and_without_the_needle_nothing_is():
     import yaml
 
+    from sparse_eval.inputs.store import user_cache
     from sparse_eval.models import load_model
-    from sparse_eval.store import user_cache
     from tests.tiny import CONF
 
     cfg = yaml.safe_load((CONF / "model" / "smollm2.yaml").read_text())

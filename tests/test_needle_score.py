@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from sparse_eval.inputs.texts import docs
 from sparse_eval.needle.forms import DIGITS, UUID, WORD, WORDS, edit_distance
 from sparse_eval.needle.kinds import KEYS, KINDS
 from sparse_eval.needle.score import OUTCOMES, decided, score
-from sparse_eval.texts import docs
 
 FORMS = {"digits": DIGITS, "word": WORD, "uuid": UUID}
 ONE_ID = "15e36f2d-dcb6-4e44-9a05-71279eb2aa69"

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from sparse_eval.app import register_resolvers
-from sparse_eval.compose import Composer
+from sparse_eval.cli.compose import Composer
+from sparse_eval.cli.progress import Progress
+from sparse_eval.cli.settings import resolve
 from sparse_eval.core import AttentionCall
 from sparse_eval.needle.answer import Asker
 from sparse_eval.needle.config import GateConfig
@@ -20,9 +22,7 @@ from sparse_eval.needle.hits import HitRecorder
 from sparse_eval.policies.base import Selection
 from sparse_eval.policies.window import Window
 from sparse_eval.prefill import prefill
-from sparse_eval.progress import Progress
 from sparse_eval.results import CellStore
-from sparse_eval.settings import resolve
 from sparse_eval.tasks.needle import Needle, is_answer
 from tests.needles import planted
 from tests.tiny import tiny_loaded

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_eval import patched
-from sparse_eval.columns import names
 from sparse_eval.core import AttentionCall
 from sparse_eval.policies.base import Policy, Selection, State
 from sparse_eval.prefill import decode_step, prefill
+from sparse_eval.storage.columns import names
 from tests.test_live import build
 from tests.tiny import random_ids
 

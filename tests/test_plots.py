@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from sparse_eval import plots
-from sparse_eval.palette import look_of
+from sparse_eval.reporting import plots
+from sparse_eval.reporting.palette import look_of
 from tests.factories import NAN, recall_rows
 
 ROWS = pd.DataFrame(recall_rows(num_samples=2, num_layers=5, num_kv_heads=1))

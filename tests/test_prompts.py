@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from sparse_eval.fetch import shipped
+from sparse_eval.inputs.store import Unavailable
+from sparse_eval.inputs.texts import docs
+from sparse_eval.inputs.transcripts import _Row, nucleus
 from sparse_eval.prompts import check_prompts, hash_of, leading_bos, make_prompts
-from sparse_eval.store import Unavailable
-from sparse_eval.texts import docs
-from sparse_eval.transcripts import _Row, nucleus
 from tests.tiny import tiny_loaded
 
 PROMPTS = shipped("prompts")
@@ -201,7 +201,7 @@ def test_a_wrong_data_set_is_one_line(dataset, plain, changes, message):
 
 
 def test_a_hub_data_set_without_a_hub_is_one_line(plain, monkeypatch):
-    monkeypatch.setattr("sparse_eval.texts.is_offline", lambda: False)
+    monkeypatch.setattr("sparse_eval.inputs.texts.is_offline", lambda: False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     cfg = PROMPTS["dataset"] | {"path": "org/none"}
     with pytest.raises(Unavailable, match="cannot reach the hub for the data set org/none"):
@@ -269,7 +269,9 @@ def test_an_answer_that_ends_brings_the_next_question(plain):
 
 def test_transcripts_are_kept_for_the_next_run(tmp_path, monkeypatch):
     first = written("tiny_qwen2", cache_dir=tmp_path)
-    monkeypatch.setattr("sparse_eval.transcripts._write", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr(
+        "sparse_eval.inputs.transcripts._write", lambda *_: pytest.fail("written again")
+    )
     again = written("tiny_qwen2", cache_dir=tmp_path)
     assert [p.hash for p in again] == [p.hash for p in first]
     assert again[0].source == first[0].source

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from sparse_eval.proportions import Pairs, smallest_resolvable, wilson, wilson_lower
+from sparse_eval.reporting.proportions import Pairs, smallest_resolvable, wilson, wilson_lower
 
 
 def test_wilson_against_published_values():

@@ -14,8 +14,6 @@ import pandas as pd
 import pytest
 
 from sparse_eval import provenance as provenance_module
-from sparse_eval.columns import COMMON_COLUMNS, RECALL_COLUMNS
-from sparse_eval.files import to_json, write_atomic
 from sparse_eval.provenance import measuring_files
 from sparse_eval.results import (
     CellStore,
@@ -28,6 +26,8 @@ from sparse_eval.results import (
     write_parquet,
     write_summary,
 )
+from sparse_eval.storage.columns import COMMON_COLUMNS, RECALL_COLUMNS
+from sparse_eval.storage.files import to_json, write_atomic
 from tests.factories import NAN, recall_rows
 
 KEY = "a" * 64
@@ -108,7 +108,8 @@ def test_an_infinity_is_refused(tmp_path):
 
 def test_a_killed_process_keeps_every_appended_cell(tmp_path):
     code = (
-        "import os, sys; from sparse_eval.journal import Journal; j = Journal(sys.argv[1])\n"
+        "import os, sys; from sparse_eval.storage.journal import Journal\n"
+        "j = Journal(sys.argv[1])\n"
         "for i in range(5): j.append([{'cell_key': str(i)}])\n"
         "os.kill(os.getpid(), 9)"
     )
@@ -145,7 +146,7 @@ def test_a_damaged_cell_is_discarded_with_a_warning(tmp_path, damage):
 
 WRITE_OFTEN = """
 import sys
-from sparse_eval.cells import CellStore
+from sparse_eval.storage.cells import CellStore
 for _ in range(20):
     CellStore(sys.argv[1]).put("a" * 64, [{"mass_recall": float(sys.argv[2])}] * 200)
 """

@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from sparse_eval.margins import margins
+from sparse_eval.reporting.margins import margins
+from sparse_eval.reporting.summarise import by_layer, split_settings
 from sparse_eval.results import summarise_recall
-from sparse_eval.summarise import by_layer, split_settings
 from tests.factories import NAN, recall_rows
 
 SMALL: dict[str, Any] = {

@@ -8,10 +8,9 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from sparse_eval.columns import frame_of
-from sparse_eval.page_live import live_page
-from sparse_eval.plots_needle import needle_pictures
-from sparse_eval.summarise_needle import (
+from sparse_eval.reporting.page_live import live_page
+from sparse_eval.reporting.plots_needle import needle_pictures
+from sparse_eval.reporting.summarise_needle import (
     depth_table,
     gate_table,
     hit_table,
@@ -19,6 +18,7 @@ from sparse_eval.summarise_needle import (
     split_needle,
     summarise_needle,
 )
+from sparse_eval.storage.columns import frame_of
 from tests.needle_rows import NAN, answer_row, needle_run
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from sparse_eval import __main__, keep, load
-from sparse_eval.compose import Composer
-from sparse_eval.pack import pack
+from sparse_eval import __main__, load
+from sparse_eval.cli.compose import Composer
+from sparse_eval.cli.pack import pack
+from sparse_eval.storage import keep
 
 TINY = [
     "model=tiny_llama",
@@ -237,7 +238,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_measured(go, tmp_path, cap
 
 
 def test_a_full_disk_is_one_line_and_keeps_what_was_measured(go, tmp_path, capsys, monkeypatch):
-    from sparse_eval import journal
+    from sparse_eval.storage import journal
 
     written = []
 
@@ -250,7 +251,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_measured(go, tmp_path, capsy
             no_space()
 
     monkeypatch.setattr(journal.os, "fsync", full)
-    monkeypatch.setattr("sparse_eval.cells.write_atomic", lambda *_: None)
+    monkeypatch.setattr("sparse_eval.storage.cells.write_atomic", lambda *_: None)
     monkeypatch.setattr("sparse_eval.capture.save_file", no_space)
     assert go(*CHEAP, "budget=[64,96,128]") == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sparse_eval.columns import names
+from sparse_eval.storage.columns import names
 
 WORDS = names(
     "accordion avalanche bicycle boulder butterfly cabinet candle carnival cathedral chimney"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparse_eval.needle.config import GateConfig
-from sparse_eval.proportions import wilson_lower
+from sparse_eval.reporting.proportions import wilson_lower
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The text that needles are hidden in: windows of it at seeded offsets, and where a sentence fits.
 
-Windows of one (context, depth, kind) are disjoint. Source of the texts: sparse_eval.texts.
+Windows of one (context, depth, kind) are disjoint. Source of the texts: sparse_eval.inputs.texts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from sparse_eval import texts
-from sparse_eval.store import user_cache
+from sparse_eval.inputs import texts
+from sparse_eval.inputs.store import user_cache
 
 SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+")
 SPACE = re.compile(r"\s+")

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from sparse_eval.columns import names
 from sparse_eval.needle.forms import DIGITS, UUID, WORD, WORDS, Form
+from sparse_eval.storage.columns import names
 
 KEYS = names(
     "amber anchor apricot arrow aspen badger bamboo basalt beacon bison bronze cactus canyon"

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_eval.config import Settings
+from sparse_eval.cli.config import Settings
+from sparse_eval.cli.progress import Progress
 from sparse_eval.core import Row
 from sparse_eval.device import DTYPES, describe_device, peak_memory_bytes
 from sparse_eval.latency.baselines import Attend, other_kernels, sdpa_variants, those_that_run
@@ -24,7 +25,6 @@ from sparse_eval.latency.clock import Ceiling, Timed, Timing, measure, memory_ce
 from sparse_eval.latency.config import LatencyConfig, latency_config
 from sparse_eval.models import model_info
 from sparse_eval.policies.quest import Quest
-from sparse_eval.progress import Progress
 from sparse_eval.provenance import code_hash, version_of
 from sparse_eval.results import SCHEMA, CellStore, cell_key
 

@@ -10,18 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
-from sparse_eval.config import NamedPolicy, Settings
+from sparse_eval.cli.config import NamedPolicy, Settings
+from sparse_eval.cli.progress import Progress
 from sparse_eval.core import Row
 from sparse_eval.device import peak_memory_bytes
-from sparse_eval.keep import shared_model
 from sparse_eval.live import OnSelect, patched
 from sparse_eval.models import LoadedModel, local_tokenizer, model_info
 from sparse_eval.policies.full import Full
 from sparse_eval.prefill import Prefilled, prefill
 from sparse_eval.prefill_store import load_prefill, save_prefill
-from sparse_eval.progress import Progress
 from sparse_eval.provenance import code_hash, version_of
 from sparse_eval.results import SCHEMA, CellStore, cell_key
+from sparse_eval.storage.keep import shared_model
 from sparse_eval.trace import Trace
 
 NAN = float("nan")

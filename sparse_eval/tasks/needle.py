@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sparse_eval.config import Settings, token_budgets
+from sparse_eval.cli.config import Settings, token_budgets
 from sparse_eval.core import Row
 from sparse_eval.needle.cell import Measurement
 from sparse_eval.needle.config import SPARE_TOKENS, NeedleConfig, needle_config

@@ -12,15 +12,15 @@ from safetensors import SafetensorError
 
 from sparse_eval.cache import make_room, making, touch
 from sparse_eval.capture import CapturedKV, load_capture
-from sparse_eval.config import NamedPolicy, Settings
+from sparse_eval.cli.config import NamedPolicy, Settings
+from sparse_eval.cli.progress import Progress
 from sparse_eval.core import Row
 from sparse_eval.evaluator import Evaluator, common_columns
-from sparse_eval.keep import shared_capture, shared_model
 from sparse_eval.models import LoadedModel, local_tokenizer, model_info
-from sparse_eval.progress import Progress
 from sparse_eval.prompts import Prompt, make_prompts
 from sparse_eval.provenance import code_hash, version_of
 from sparse_eval.results import SCHEMA, CellStore, cell_key
+from sparse_eval.storage.keep import shared_capture, shared_model
 
 if TYPE_CHECKING:
     from sparse_eval.prefill import Prefilled

@@ -1,0 +1,1 @@
+"""From words on the command line to validated settings, and what a person sees meanwhile."""

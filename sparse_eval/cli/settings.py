@@ -1,0 +1,158 @@
+"""A composed config -> Settings: policies instantiated, budgets in tokens, names resolved."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparse_eval.check import policy_class
+from sparse_eval.cli import config
+from sparse_eval.cli.compose import Composer
+from sparse_eval.cli.config import NamedPolicy, Settings
+from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
+from sparse_eval.inputs.store import user_cache
+from sparse_eval.latency.config import check_latency
+from sparse_eval.models import model_info
+from sparse_eval.needle.config import needle_config
+from sparse_eval.policies.base import Policy
+from sparse_eval.prompts import check_prompts
+from sparse_eval.tracking import check_tracking
+
+SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
+
+
+def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
+    """Compose and validate everything a job will use. Raises ValueError with one line."""
+    cfg = composer.compose(overrides)
+    check_keys(cfg)
+    model = model_info(cfg["model"])
+    context = config.integer(cfg, "context", 2)
+    if cfg["task"]["name"] != "latency":
+        config.integer(cfg["task"], "prompt_queries", 2, "task.")
+    check_prompts(cfg["prompts"])
+    check_tracking(cfg["tracking"])
+    asked = config.budgets(cfg["budget"])
+    device = resolve_device(config.text(cfg, "device"))
+    dtype = str(resolve_dtype(config.text(cfg, "dtype"), device)).removeprefix("torch.")
+    policies = policies_of(composer, overrides, cfg)
+    if cfg["task"]["name"] == "latency":
+        check_latency(cfg["task"], model, policies[0].policy, device)
+    for tokens, steps in prompt_lengths(cfg, context):
+        config.check_context(tokens, model.max_context, steps, model.name)
+        config.token_budgets(asked, tokens, policies)
+    return Settings(
+        task=cfg["task"],
+        model=cfg["model"],
+        prompts=cfg["prompts"],
+        protocol=cfg["protocol"],
+        tracking=cfg["tracking"],
+        policies=policies,
+        budgets=config.token_budgets(asked, context, policies),
+        budgets_asked=asked,
+        context=context,
+        queries=config.one_of(cfg, "queries", config.QUERIES),
+        dense_layers=config.layer_indices(cfg["dense_layers"], model.num_layers),
+        backend=resolve_backend(config.text(cfg, "backend"), device),
+        device=device,
+        dtype=dtype,
+        seed=config.integer(cfg, "seed", 0),
+        name=config.text(cfg, "name"),
+        cache_dir=Path(config.text(cfg, "cache_dir")),
+        model_cache=Path(cfg["model_cache"] or user_cache()).expanduser(),
+        cache_prefill=config.flag(cfg, "cache_prefill"),
+        verbose=config.integer(cfg, "verbose", 0),
+        cache_gb=config.gigabytes(cfg, "cache_gb"),
+        retry_failed=config.flag(cfg, "retry_failed"),
+    )
+
+
+def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]]:
+    """Prompt lengths and the decode steps after each, in tokens; the task's own keys checked."""
+    task, protocol = cfg["task"], cfg["protocol"]["name"]
+    if task["name"] == "needle":
+        needle = needle_config(task, context=context, n=cfg["prompts"]["n"], protocol=protocol)
+        return [(tokens, needle.most_new_tokens) for tokens in needle.contexts]
+    if protocol != "decode":
+        raise ValueError(
+            f"protocol must be decode for task={task['name']}, which has no question of its own, "
+            f"got {protocol!r}"
+        )
+    if task["name"] == "latency":
+        return []  # no prompt; its contexts are its own
+    if task["name"] == "fidelity":
+        config.check_fidelity(task, context)
+    return [(context, config.integer(task, "steps", 1, "task."))]
+
+
+def check_keys(cfg: Mapping[str, Any]) -> None:
+    for key in cfg:
+        if key not in config.KEYS:
+            raise ValueError(config.unknown_key(key, config.KEYS))
+    config.one_of(cfg["task"], "name", config.TASKS)
+    config.flag(cfg, "plan")
+    for key in SHARED_FIELDS:
+        config.integer(cfg, key, 0 if key == "sink_pages" else 1)
+
+
+def policies_of(
+    composer: Composer, overrides: Sequence[str], cfg: Mapping[str, Any]
+) -> tuple[NamedPolicy, ...]:
+    """The main policy first, then those it is compared with; equal labels are measured once."""
+    compare = cfg["compare"]
+    if not isinstance(compare, list) or any(not isinstance(word, str) for word in compare):
+        raise ValueError(f"compare must be a list of policy names, got {compare!r}")
+    main_name = choice(overrides, "policy") or "quest"
+    others = [word for word in overrides if not re.match(r"\+*policy[.=]", word)]
+    plain = composer.compose([*others, f"policy={main_name}"]) if main_name != "external" else cfg
+    main = build_policy(main_name, cfg["policy"])
+    named = [NamedPolicy(label(main_name, cfg["policy"], plain["policy"]), main)]
+    for word in compare:
+        name, *fields = word.split(":")
+        composer.check_option("policy", name)
+        chosen = composer.compose([*others, f"policy={name}", *(f"policy.{f}" for f in fields)])
+        policy = build_policy(name, chosen["policy"])
+        named.append(NamedPolicy(word, policy))
+    return tuple({n.label: n for n in named}.values())
+
+
+def choice(overrides: Sequence[str], group: str) -> str | None:
+    values = [word.partition("=")[2] for word in overrides if word.startswith(f"{group}=")]
+    return values[-1] if values else None
+
+
+def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    """The policy's name and the fields that differ from its yaml: "quest:group=sum"."""
+    fields = [
+        f"{key}={value}"
+        for key, value in given.items()
+        if key not in SHARED_FIELDS and plain.get(key) != value
+    ]
+    if name == "external":
+        fields = [
+            given["target"].rsplit(".", 1)[-1],
+            *(f"{k}={v}" for k, v in (given["config"] or {}).items()),
+        ]
+        return ":".join(fields)
+    return ":".join([name, *fields])
+
+
+def build_policy(name: str, cfg: Mapping[str, Any]) -> Policy:
+    """A policy from its group's config; ValueError with one line."""
+    fields = dict(cfg)
+    if name == "external":
+        target = fields.pop("target")
+        fields |= fields.pop("config") or {}
+    else:
+        target = fields.pop("_target_")
+    kind = policy_class(target)
+    accepted = sorted(field.name for field in dataclasses.fields(kind))
+    unknown = [key for key in fields if key not in accepted]
+    if unknown:
+        raise ValueError(f"policy {name}: {config.unknown_key(unknown[0], accepted)}")
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ValueError(f"policy {name}: {error}") from None

@@ -1,0 +1,1 @@
+"""What models.py, prompts.py and fetch.py are made of: checkpoints, texts, the hub."""

@@ -1,0 +1,1 @@
+"""Rows in, tables, pictures and pages out: what report.py and the terminal show."""

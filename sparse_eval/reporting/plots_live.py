@@ -1,0 +1,88 @@
+"""What the pictures of live tasks share: the headline, lines against what is read, plain axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import NullFormatter
+
+from sparse_eval.reporting.palette import look_of
+from sparse_eval.reporting.plots import DPI, GRID, INK, MARKER_SIZES, MUTED
+
+READ_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+READ_LABEL = "share of the model's KV read per decode step (KV + metadata, all layers; log scale)"
+
+
+def new_figure(title: str, measured_what: str, width: float, height: float) -> Figure:
+    """A figure with its headline, and below that what was measured."""
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=(width, height), dpi=DPI, layout=layout, facecolor="white")
+    FigureCanvasAgg(figure)
+    # the blank second line keeps the subtitle's place free
+    heading = {"fontsize": 12.5, "fontweight": "bold", "color": INK}
+    figure.suptitle(f"{title}\n ", x=0.015, ha="left", **heading)
+    figure.text(0.015, 1 - 0.36 / height, measured_what, fontsize=8.5, color=MUTED, va="top")
+    return figure
+
+
+def legend_outside(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right", frameon=False, fontsize=9)  # type: ignore[call-overload]
+
+
+def read_axis(axes: Axes, least: float) -> None:
+    """Shares of KV from `least` to 1, log scale, percent."""
+    axes.set_xscale("log")
+    axes.set_xticks(READ_TICKS, [f"{tick:.0%}" for tick in READ_TICKS])
+    axes.set_xlim(least / 1.15, 1.15)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def draw_line(axes: Axes, policy: str, line: pd.DataFrame, y: str, errors: Any) -> None:
+    look = look_of(policy)
+    axes.errorbar(
+        line["model_read_fraction"],
+        line[y],
+        yerr=errors,
+        label=policy,
+        color=look.light,
+        linestyle=look.dash,
+        marker=look.marker,
+        markersize=MARKER_SIZES.get(look.marker, 6.5),
+        markeredgecolor="white",
+        markeredgewidth=0.9,
+        linewidth=1.9,
+        capsize=2.5,
+        elinewidth=1.2,
+        clip_on=False,
+        zorder=3,
+    )
+
+
+def plain_axes(axes: Axes) -> None:
+    axes.tick_params(length=0, labelsize=8, colors=MUTED)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def line_axes(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#b8c0ca")
+    axes.tick_params(colors=MUTED, labelsize=9, length=3)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set(color=INK, fontsize=9)
+
+
+def style_bar(bar: Any, label: str) -> None:
+    bar.set_label(label, color=MUTED, fontsize=9)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8, colors=MUTED, length=0)

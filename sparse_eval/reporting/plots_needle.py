@@ -1,0 +1,237 @@
+"""Needle rows -> pictures (PNG): accuracy by depth and by what is read, outcomes, who read it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullFormatter, PercentFormatter
+
+from sparse_eval.needle.kinds import KINDS
+from sparse_eval.needle.score import OUTCOMES
+from sparse_eval.reporting.plots import INK, save
+from sparse_eval.reporting.plots_live import (
+    READ_LABEL,
+    draw_line,
+    legend_outside,
+    line_axes,
+    new_figure,
+    plain_axes,
+    read_axis,
+    style_bar,
+)
+from sparse_eval.reporting.summarise_needle import (
+    depth_table,
+    hit_table,
+    measured,
+    summarise_needle,
+)
+
+PANELS_PER_LINE = 4
+OUTCOME_COLOURS = {
+    "correct": "#0072B2",
+    "garbled": "#7FC4EA",
+    "distractor": "#E69F00",
+    "fabricated": "#D55E00",
+    "off_topic": "#B7A7C9",
+    "empty": "#DADFE4",
+    "truncated": "#9AA4B0",
+}
+
+
+def needle_pictures(
+    rows: pd.DataFrame, answers: pd.DataFrame, folder: Path, end: str
+) -> list[Path]:
+    """Every picture of one setting, one set per kind. rows: all needle rows of the setting;
+    answers: those of whole answers, as split_needle gives them. end: of the files' names."""
+    pictures = []
+    for kind, part in measured(answers).groupby("needle_kind", sort=False):
+        tail = f"{kind}{end}.png"
+        pictures.append(needle_heatmap(part, folder / f"needle_depth_{tail}"))
+        for context, here in part.groupby("context"):
+            only = part["context"].nunique() == 1
+            name = tail if only else f"{context}_{tail}"
+            pictures.append(needle_curve(here, folder / f"needle_read_{name}"))
+            pictures.append(needle_outcomes(here, folder / f"needle_outcomes_{name}"))
+            layers = rows[(rows["needle_kind"] == kind) & (rows["context"] == context)]
+            pictures.append(needle_hits(layers, here, folder / f"needle_hits_{name}"))
+    return pictures
+
+
+def needle_heatmap(answers: pd.DataFrame, path: Path | str) -> Path:
+    """Accuracy by depth, a panel per policy, one colour scale. With several contexts the columns
+    are contexts, a panel per policy and share of the context read; with one they are budgets."""
+    table = depth_table(answers)
+    several = table["context"].nunique() > 1
+    contexts = sorted(table["context"].unique()) if several else []
+    table["column"] = table["context"] if several else table["budget_tokens"]
+    panels = heat_panels(table, several)
+    lines = math.ceil(len(panels) / PANELS_PER_LINE)
+    columns = min(len(panels), PANELS_PER_LINE)
+    width = max(8.4, 1.2 + 1.9 * columns)
+    tall = 0.75 + 0.3 * table["depth"].nunique()
+    figure = new_figure(
+        "Answers found, by the needle's depth", subject(answers), width, 1.2 + tall * lines
+    )
+    grid = figure.subplots(lines, columns, squeeze=False)
+    image: Any = None
+    for axes, (name, part) in zip(grid.flat, panels, strict=False):
+        image = draw_depths(axes, part, name, contexts)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("depth (0 = first)", color=INK, fontsize=9)
+    unit = "context (tokens); a panel per policy and budget" if several else "budget (tokens)"
+    figure.supxlabel(f"{unit}; hatched: dense gate not passed", color=INK, fontsize=9)
+    bar = figure.colorbar(image, ax=grid, pad=0.015, aspect=18, format=PercentFormatter(1, 0))
+    style_bar(bar, "correct")
+    return save(figure, path)
+
+
+def heat_panels(table: pd.DataFrame, several: bool) -> list[tuple[str, pd.DataFrame]]:
+    """A panel per policy; with several contexts one per policy and budget, which is in tokens where
+    every context has the same ones and else a share of the context."""
+    if not several:
+        return [(str(name), part) for name, part in table.groupby("policy", sort=False)]
+    by_context = table.dropna(subset="budget_tokens").groupby("context")["budget_tokens"]
+    in_tokens = by_context.unique().map(sorted).map(tuple).nunique() <= 1
+    share = (table["budget_tokens"] / table["context"]).round(3)
+    table = table.assign(level=table["budget_tokens"] if in_tokens else share)
+    order = {policy: i for i, policy in enumerate(table["policy"].unique())}
+    panels = table.groupby(["policy", "level"], dropna=False, sort=False)
+    named: list[Any] = sorted(panels, key=lambda panel: (order[panel[0][0]], panel[0][1]))
+    form = "{}, {:,.0f} tokens" if in_tokens else "{}, {:.1%}"
+    return [
+        (str(policy) if pd.isna(level) else form.format(policy, level), part)
+        for (policy, level), part in named
+    ]
+
+
+def draw_depths(axes: Axes, part: pd.DataFrame, name: str, columns: list[float]) -> Any:
+    """One panel: depths down, columns across, each cell with its accuracy."""
+    heat = part.pivot(index="depth", columns="column", values="accuracy").sort_index()
+    heat = heat.reindex(columns=columns) if columns else heat
+    gated = part.pivot(index="depth", columns="column", values="gated").reindex_like(heat)
+    image = axes.imshow(heat.to_numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=1)
+    for (line, column), value in np.ndenumerate(heat.to_numpy()):
+        if not math.isnan(value):
+            ink = INK if value > 0.6 else "white"
+            axes.text(column, line, f"{value:.0%}", ha="center", va="center", fontsize=8, color=ink)
+        if gated.iloc[line, column] == 1:
+            box: dict[str, Any] = {"fill": False, "hatch": "////", "edgecolor": "#ffffff66"}
+            axes.add_patch(Rectangle((column - 0.5, line - 0.5), 1, 1, linewidth=0, **box))
+    labels = ["all" if pd.isna(column) else f"{column:,.0f}" for column in heat.columns]
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_yticks(range(len(heat)), [f"{depth:g}" for depth in heat.index])
+    axes.set_title(name, loc="left", fontsize=9.5, color=INK)
+    plain_axes(axes)
+    return image
+
+
+def needle_curve(answers: pd.DataFrame, path: Path | str) -> Path:
+    """Accuracy, and the true answer's NLL, against the share of the model's KV really read."""
+    table = summarise_needle(answers)
+    figure = new_figure("Does the model still answer?", subject(answers), 9.6, 4.4)
+    left, right = figure.subplots(1, 2)
+    for policy, line in table.groupby("policy", sort=False):
+        line = line.sort_values("model_read_fraction")
+        errors = [line["accuracy"] - line["low"], line["high"] - line["accuracy"]]
+        draw_line(left, str(policy), line, "accuracy", errors)
+        draw_line(right, str(policy), line, "answer_nll", line["answer_nll_se"].fillna(0))
+    left.set_ylim(-0.03, 1.03)
+    left.yaxis.set_major_formatter(PercentFormatter(1, 0))
+    left.set_ylabel("correct answers (bars: Wilson 95 %)")
+    right.set_yscale("log")
+    right.yaxis.set_minor_formatter(NullFormatter())
+    right.set_ylabel("NLL of the true answer (nats; bars: ± 1 SE)")
+    for axes in (left, right):
+        read_axis(axes, table["model_read_fraction"].min())
+        line_axes(axes)
+    figure.supxlabel(READ_LABEL, color=INK, fontsize=9.5)
+    legend_outside(figure, left)
+    return save(figure, path)
+
+
+def needle_outcomes(answers: pd.DataFrame, path: Path | str) -> Path:
+    """What the answers were, a bar per policy and budget."""
+    table = summarise_needle(answers)
+    names = [
+        policy if pd.isna(budget) else f"{policy} {budget:,.0f}"
+        for policy, budget in zip(table["policy"], table["budget_tokens"], strict=True)
+    ]
+    figure = new_figure("What was answered", subject(answers), 8.4, 1.9 + 0.3 * len(table))
+    axes = figure.subplots()
+    done = np.zeros(len(table))
+    for outcome in OUTCOMES:
+        share = (table[outcome] / table["n"]).to_numpy()
+        if share.any():
+            axes.barh(names, share, left=done, label=outcome, color=OUTCOME_COLOURS[outcome])
+        done += share
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1, 0))
+    axes.set_xlabel("share of answers; policy, budget in tokens")
+    line_axes(axes)
+    legend_outside(figure, axes)
+    return save(figure, path)
+
+
+def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> Path:
+    """How often each layer and KV head read the needle's value, a panel per policy at one budget
+    (the middle one), beside chance."""
+    table = hit_table(rows)
+    sparse = table[table["budget_tokens"].notna() | (table["page_hit_chance"] < 1)]
+    budgets = sorted(sparse["budget_tokens"].dropna().unique())
+    budget = budgets[(len(budgets) - 1) // 2] if budgets else math.nan
+    here = sparse[(sparse["budget_tokens"] == budget) | sparse["budget_tokens"].isna()]
+    panels = list(here.groupby("policy", sort=False))
+    heads = here["kv_head"].nunique()
+    at = "" if math.isnan(budget) else f", {budget:,.0f} tokens"
+    title = f"Which heads read the needle{at}"
+    height = 1.3 + len(panels) * (0.55 + 0.2 * heads)
+    figure = new_figure(title, subject(answers), 8.4, height)
+    grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True)
+    image: Any = None
+    for axes, (policy, part) in zip(grid[:, 0], panels, strict=True):
+        heat = part.pivot(index="kv_head", columns="layer", values="hit")
+        image = axes.imshow(heat.to_numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=1)
+        above = int((part["hit"] > 0.5).sum())
+        axes.set_title(
+            f"{policy}: {part['hit'].mean():.1%} of reads, "
+            f"chance {part['page_hit_chance'].mean():.1%}; "
+            f"{above} of {len(part)} heads above one half",
+            loc="left",
+            fontsize=9,
+            color=INK,
+        )
+        step = max(1, math.ceil(len(heat.columns) / 32))
+        shown = range(0, len(heat.columns), step)
+        axes.set_xticks(list(shown), [f"{heat.columns[i]:.0f}" for i in shown])
+        axes.set_yticks(range(heads))
+        plain_axes(axes)
+    figure.supxlabel("layer (those kept dense are left out)", color=INK, fontsize=9)
+    figure.supylabel("KV head", color=INK, fontsize=9)
+    bar = figure.colorbar(image, ax=grid, pad=0.015, aspect=18, format=PercentFormatter(1, 0))
+    style_bar(bar, "steps that read the value's page")
+    return save(figure, path)
+
+
+def subject(answers: pd.DataFrame) -> str:
+    """Model, needle, protocol, chat format and n of answer rows of one setting, on one line."""
+    first = answers.iloc[0]
+    contexts = sorted(answers["context"].unique())
+    span = f"{contexts[0]:,}" if len(contexts) == 1 else f"{contexts[0]:,} to {contexts[-1]:,}"
+    parts = [
+        *(str(first[name]) for name in ("model", "weights") if first[name]),
+        f"{span} tokens of {first['prompts']}",
+        f"needle {KINDS[first['needle_kind']].label}",
+        f"protocol {first['protocol']}",
+        f"chat {first['chat']}",
+        f"n = {answers['prompt_hash'].nunique()}",
+    ]
+    return "  ·  ".join(parts)
