@@ -62,6 +62,13 @@ def test_a_difference_that_n_cannot_resolve_is_not_called_one():
     assert large["difference"] == -0.5 and large["diff_high"] < 0
 
 
+def test_not_inferior_takes_enough_prompts_without_a_loss():
+    few = line(summary({"full": "c" * 20, "quest": "c" * 20}), "quest")
+    assert few["verdict"] == "no difference resolved"
+    many = line(summary({"full": "c" * 30, "quest": "c" * 30}), "quest")
+    assert many["verdict"] == "not inferior (0.1)"
+
+
 def test_better_than_dense_is_a_warning():
     table = summary({"full": "c" * 10 + "f" * 10, "quest": "c" * 20})
     assert line(table, "quest")["verdict"].startswith("ABOVE dense")
