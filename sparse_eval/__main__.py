@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparse_eval.compose import Checked
 
 HELP = """\
 python -m sparse_eval [key=value …]          one run
@@ -33,14 +36,14 @@ def main() -> None:
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        sweep = check(words)
+        checked = check(words)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    if sweep is not None:
+    if checked is not None:
         from sparse_eval.app import main as run_app
 
-        run_app(words)
+        run_app(checked)
 
 
 def flags_first(words: Sequence[str]) -> list[str]:
@@ -56,13 +59,12 @@ def flags_first(words: Sequence[str]) -> list[str]:
     return flags + rest
 
 
-def check(words: Sequence[str]) -> bool | None:
-    """Compose and validate every job. Returns whether it is a sweep; None: done (plan printed)."""
-    from sparse_eval.app import register_resolvers
-    from sparse_eval.compose import Composer, parse, sweep_jobs
+def check(words: Sequence[str]) -> Checked | None:
+    """Compose and validate every job. None: there is nothing left to do (the plan is printed)."""
+    from sparse_eval.compose import Checked, Composer, parse, sweep_jobs
+    from sparse_eval.pack import pack, packed_keys, without_hydra
     from sparse_eval.settings import resolve
 
-    register_resolvers()
     flags, overrides = split_words(words)
     parsed = parse(overrides)
     is_sweep = flags.multirun
@@ -74,15 +76,28 @@ def check(words: Sequence[str]) -> bool | None:
         )
     composer = Composer(tuple([flags.config_dir] if flags.config_dir else []))
     composer.check_words(parsed)
-    jobs = sweep_jobs(parsed) if is_sweep else [list(overrides)]
-    if any(word.replace(" ", "").lower() == "plan=true" for word in overrides):
+    composer.check_launcher(parsed)
+    jobs = (
+        [without_hydra(job) for job in sweep_jobs(parsed)]
+        if is_sweep
+        else [without_hydra(overrides)]
+    )
+    is_plan = any(word.replace(" ", "").lower() == "plan=true" for word in overrides)
+    if not is_plan:
+        for job in jobs:
+            resolve(composer, job)
+    if not is_sweep:
+        packed_keys(composer.compose(jobs[0]))
+    elif swept:
+        overrides = pack(composer, overrides)
+        jobs = [without_hydra(job) for job in sweep_jobs(parse(overrides))]
+    if is_plan:
         from sparse_eval.plan import print_plan
 
         print_plan([(" ".join(job), attempt(composer, job)) for job in jobs])
         return None
-    for job in jobs:
-        resolve(composer, job)
-    return is_sweep
+    flag_words = [word for word in words if word not in flags.overrides]
+    return Checked([*flag_words, *overrides], jobs, is_sweep, composer)
 
 
 def attempt(composer: Any, job: Sequence[str]) -> Any:

@@ -2,43 +2,78 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import re
+import sys
+import tempfile
 import time
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from sparse_eval.compose import Composer
+from sparse_eval.compose import Checked, Composer
 from sparse_eval.config import Settings
 from sparse_eval.core import Row
 from sparse_eval.device import describe_device, peak_memory_bytes
-from sparse_eval.failure import run_guarded
+from sparse_eval.failure import PartsFailed, run_guarded, stop_on_signals, told
 from sparse_eval.kits import KITS
 from sparse_eval.models import model_info
-from sparse_eval.progress import Progress
+from sparse_eval.parts import Parts, config_record, parts_of
+from sparse_eval.progress import Level, Progress
 from sparse_eval.report import write_report
-from sparse_eval.results import CellStore, Journal, provenance, write_summary
+from sparse_eval.results import CellStore, Journal, provenance, write_parquet, write_summary
 from sparse_eval.settings import resolve
-from sparse_eval.tracking import Tracker, make_tracker
+from sparse_eval.sweep import SweepResult, finish_sweep
+from sparse_eval.tracking import Tracker, make_tracker, track_sweep
 
 log = logging.getLogger("sparse_eval")
 
 
+@dataclass
+class Sweep:
+    """The sweep that this process started; workers of a launcher have none."""
+
+    jobs: list[list[str]] = field(default_factory=list)
+    folder: Path | None = None
+    composer: Composer | None = None
+
+
+SWEEP = Sweep()
+
+
 def register_resolvers() -> None:
-    """${run_id:} six hex digits per process and job folder; ${short_name:text} at most 80 long."""
+    """${run_id:} six hex digits a run or sweep; ${short_name:text} a file name of at most 80."""
     run_id = os.urandom(3).hex()
-    OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
-    OmegaConf.register_new_resolver("short_name", lambda text: str(text)[:80], replace=True)
+    # cached with the config, which Hydra hands to its launchers' workers: one folder for all
+    OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver("short_name", short_name, replace=True)
+
+
+def short_name(text: Any) -> str:
+    """A folder's name: paths among the overrides would make folders of their own."""
+    return re.sub(r"[^\w.,=+\[\]-]", "_", str(text))[:80]
+
+
+register_resolvers()  # also in a launcher's workers, which import this module and no other
+
+
+class SweepStart(Callback):
+    """Hydra says where a sweep lies when it begins."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        SWEEP.folder = Path(str(config.hydra.sweep.dir))
 
 
 def job(cfg: DictConfig) -> None:
-    """What Hydra calls for each job."""
+    """What Hydra calls for each job; in a sweep a failed one lets the others go on."""
     runtime = HydraConfig.get()
     folder = Path(runtime.runtime.output_dir)
     dirs = tuple(
@@ -47,12 +82,25 @@ def job(cfg: DictConfig) -> None:
         if source.provider == "command-line"
     )
     overrides = list(runtime.overrides.task)
-    run_guarded(lambda: run(resolve(Composer(dirs), overrides), folder, overrides), folder)
+    level = None
+    if runtime.mode == RunMode.MULTIRUN:
+        level = Level(int(runtime.job.num), len(SWEEP.jobs), " ".join(overrides))
+    stop_on_signals()
+    ok = run_guarded(
+        lambda: run(resolve(SWEEP.composer or Composer(dirs), overrides), folder, overrides, level),
+        folder,
+        overrides,
+    )
+    if not ok and level is None:
+        sys.exit(1)
 
 
-def run(settings: Settings, folder: Path, overrides: list[str]) -> list[Row]:
-    """Measure, journal every cell as it is finished, then summary, pictures and page."""
-    progress = Progress(verbose=settings.verbose)
+def run(
+    settings: Settings, folder: Path, overrides: list[str], level: Level | None = None
+) -> list[Row]:
+    """Measure, journal every cell as it is finished, then summary, pictures and page; a job of a
+    sweep (level: which) leaves pictures and page to the sweep's end."""
+    progress = Progress(verbose=settings.verbose, level=level)
     announce(settings, progress)
     tracker = make_tracker(
         settings.tracking,
@@ -60,6 +108,7 @@ def run(settings: Settings, folder: Path, overrides: list[str]) -> list[Row]:
         folder=folder,
         task=settings.task["name"],
         say=progress.console.print,
+        cache_dir=settings.cache_dir,
     )
     failed = True
     try:
@@ -74,27 +123,39 @@ def measure(
     settings: Settings, folder: Path, overrides: list[str], progress: Progress, tracker: Tracker
 ) -> list[Row]:
     started = time.perf_counter()
-    kit = KITS[settings.task["name"]]
-    task = kit.task(settings, progress)
-    journal, store = Journal(folder), CellStore(settings.cache_dir)
-    told = Journal(folder, "samples.jsonl") if kit.has_samples else None
+    kit, is_job = KITS[settings.task["name"]], progress.level is not None
+    parts = Parts(settings, progress, kit.task, remembers=is_job)
+    journal = Journal(folder)
+    store = CellStore(settings.cache_dir, on_error=progress.warn)
+    samples = Journal(folder, "samples.jsonl") if kit.has_samples else None
     rows: list[Row] = []
-    for cell in task.run(store):
+    for cell in parts.run(store):
         journal.append(cell)
-        if told is not None:
-            told.append(kit.show.samples(cell))
+        if samples is not None:
+            samples.append(kit.show.samples(cell))
         rows += cell
-    tracker.log_rows(rows)
-    headline = kit.show.headline(rows) | task.facts()
-    summary = summarise(settings, headline, overrides, time.perf_counter() - started)
-    write_summary(folder, summary)
-    tracker.log_summary(summary)
+    if rows:
+        tracker.log_rows(rows)
+        headline = kit.show.headline(rows) | parts.facts
+        summary = summarise(settings, headline, overrides, time.perf_counter() - started)
+        write_summary(folder, summary)
+        tracker.log_summary(summary)
+        write_parquet(rows, folder / "rows.parquet")
+    if rows:
+        kit.show.print_results(rows, settings, progress.console)
+    if rows and not is_job:
+        present(folder, progress, tracker)
+    if parts.failures:
+        raise PartsFailed(parts.failures, len(parts_of(settings)))
+    return rows
+
+
+def present(folder: Path, progress: Progress, tracker: Tracker) -> None:
+    """Pictures and page of a run on its own."""
     with progress.stage("pictures and report"):
         page = write_report(folder)
     tracker.log_plots([*sorted((folder / "plots").glob("*.png")), page])
-    kit.show.print_results(rows, settings, progress.console)
     progress.console.print(f"\npictures  {folder / 'plots'}\nreport    {page}")
-    return rows
 
 
 def announce(settings: Settings, progress: Progress) -> None:
@@ -125,16 +186,70 @@ def summarise(
     }
 
 
-def config_record(settings: Settings) -> dict[str, Any]:
-    """Settings as plain JSON values."""
-    record = {key: value for key, value in vars(settings).items() if key != "policies"}
-    record["policies"] = {n.label: n.policy.config() for n in settings.policies}
-    return json.loads(json.dumps(record, default=str))
+def main(checked: Checked) -> None:
+    """Hand validated words to Hydra; after a sweep, put together what its jobs left."""
+    SWEEP.folder, SWEEP.composer = None, checked.composer
+    SWEEP.jobs = checked.jobs if checked.is_sweep else []
+    check_writable(checked)
+    sys.argv[1:] = checked.words
+    stop_on_signals()
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://sparse_eval.conf", config_name="config")(
+            job
+        )()
+    finally:
+        stopped = isinstance(sys.exc_info()[1], SystemExit) and sys.exc_info()[1].code != 1  # type: ignore[union-attr]
+        failed = bool(SWEEP.jobs) and not stopped and not end_sweep(checked.words)
+    if failed:
+        sys.exit(1)
 
 
-def main(argv: list[str]) -> None:
-    """Hand validated words to Hydra."""
-    register_resolvers()
-    hydra.main(version_base="1.3", config_path="pkg://sparse_eval.conf", config_name="config")(
-        job
-    )()
+def check_writable(checked: Checked) -> None:
+    """One line and exit code 1 where outputs/<name> cannot be written; a folder that was given to
+    Hydra is Hydra's to check."""
+    if any(re.match(r"hydra\.(run|sweep)\.", word) for word in checked.words):
+        return
+    folder = Path("outputs") / checked.composer.compose(checked.jobs[0])["name"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        print(f"error: {folder} cannot be written ({error})", file=sys.stderr)
+        sys.exit(1)
+
+
+def end_sweep(words: list[str]) -> bool:
+    """What a sweep leaves behind its jobs' folders. Returns whether every job ran through."""
+    progress = Progress()
+    if SWEEP.folder is None or not SWEEP.folder.is_dir():
+        return False
+    try:
+        with progress.stage("pictures and report of the sweep"):
+            result = finish_sweep(SWEEP.folder, SWEEP.jobs)
+    except Exception as error:
+        log.exception("no report of the sweep")
+        print(
+            f"error: no report of the sweep ({told(error)}); its rows are kept, once mended: "
+            f"python -m sparse_eval.report {SWEEP.folder}",
+            file=sys.stderr,
+        )
+        return False
+    tell(result, progress)
+    if result.page is not None:
+        track_sweep(result.folder, result.page, words, progress.console.print)
+    return not result.failures
+
+
+def tell(result: SweepResult, progress: Progress) -> None:
+    """How the sweep ended: the results of all its jobs, what failed, where everything lies."""
+    done = result.num_jobs - len(result.failures)
+    progress.console.print(f"\n{done} of {result.num_jobs} jobs ran through")
+    for failure in result.failures:
+        name = failure["folder"] or " ".join(failure["overrides"])
+        print(f"failed    job {failure['job']} ({name}): {failure['error']}", file=sys.stderr)
+    if result.failures:
+        where = result.folder / "failures.json"
+        print(f"          tracebacks in {where}", file=sys.stderr)
+    if result.page is not None:
+        progress.console.print(f"pictures  {result.folder / 'plots'}\nreport    {result.page}")

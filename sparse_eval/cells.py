@@ -6,7 +6,8 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,13 @@ class CellStore:
 
     A file holds the SHA-256 of its rows and the rows; one that does not match is thrown away."""
 
-    def __init__(self, cache_dir: Path | str) -> None:
+    def __init__(
+        self, cache_dir: Path | str, on_error: Callable[[str], None] | None = None
+    ) -> None:
+        """on_error: told once where cells cannot be kept, and the run goes on; None: OSError."""
         self.folder = Path(cache_dir) / "cells"
+        self.on_error = on_error
+        self.has_told = False
 
     def get(self, key: str) -> list[Row] | None:
         """The cell's rows, or None: not there, or damaged and now discarded (with a warning)."""
@@ -33,11 +39,12 @@ class CellStore:
             if hashlib.sha256(body).hexdigest().encode() != digest:
                 raise ValueError("its checksum does not match")
             return [row_of(line) for line in body.splitlines()]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, OSError) as error:
             warnings.warn(f"damaged cell {path} discarded: {error}", stacklevel=2)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
             return None
 
     def has(self, key: str) -> bool:
@@ -46,7 +53,15 @@ class CellStore:
     def put(self, key: str, rows: Iterable[Row]) -> None:
         """Stores a finished cell; the last of two writers wins, and both wrote the same."""
         body = "".join(to_json(row) + "\n" for row in rows).encode()
-        write_atomic(self._path(key), hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        data = hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+        try:
+            write_atomic(self._path(key), data)
+        except OSError as error:
+            if self.on_error is None:
+                raise
+            if not self.has_told:
+                self.on_error(f"cells are not kept in {self.folder} ({error}); the run goes on")
+            self.has_told = True
 
     def _path(self, key: str) -> Path:
         if not re.fullmatch("[0-9a-f]{64}", key):

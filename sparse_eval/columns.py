@@ -53,6 +53,7 @@ LM_EVAL_COLUMNS = names(
 LATENCY_COLUMNS = names(
     "what batch num_heads num_kv_heads head_dim graph l2_resident median_us p10_us p90_us bytes"
     " terabytes_per_s ceiling_fraction baseline speedup_vs_sdpa speedup_vs_best"
+    " model_speedup_bound tokens_per_second buffers lists"
 )
 ALL_COLUMNS = tuple(
     dict.fromkeys(
@@ -70,13 +71,13 @@ TEXT = frozenset(
         "task sample prompt_hash prompts model revision weights policy policy_config protocol"
         " backend device dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
         " loglikelihood_mode what baseline role chat kv_form expected output needle"
-        " dense_output"
+        " dense_output lists"
     )
 )
 INTEGER = frozenset(
     names(
         "schema budget_tokens page_size sink_pages local_pages context seed layer kv_head batch"
-        " num_heads num_kv_heads head_dim wording heads"
+        " num_heads num_kv_heads head_dim wording heads buffers"
     )
 )
 FLAG = frozenset(names("adaptive dense_layer gated graph l2_resident"))
@@ -84,7 +85,7 @@ LIST = frozenset(names("dense_layers page_hit_heads output_ids value_span"))
 NUMBER = frozenset(ALL_COLUMNS) - TEXT - INTEGER - FLAG - LIST
 
 CELL_IDENTITY = names(
-    "cell_key layer kv_head needle_kind depth lm_task metric what batch graph l2_resident"
+    "cell_key layer kv_head needle_kind depth lm_task metric what batch graph l2_resident baseline"
 )
 """Two rows that agree in all of these are the same measurement, whatever folder they lie in."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Composer:
     """Composes conf/config.yaml with overrides; config_dirs are the user's own folders."""
 
     config_dirs: tuple[str, ...] = ()
+    composed: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def loader(self) -> ConfigLoaderImpl:
@@ -48,6 +50,12 @@ class Composer:
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The resolved config as a plain dict. Raises ValueError with one line."""
+        key = tuple(overrides)
+        if key not in self.composed:
+            self.composed[key] = self._compose(overrides)
+        return deepcopy(self.composed[key])
+
+    def _compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         try:
             config = self.loader.load_configuration(
                 "config", list(overrides), RunMode.RUN, from_shell=False
@@ -79,6 +87,19 @@ class Composer:
                 for value in group_values(override):
                     self.check_option(key, value)
 
+    def check_launcher(self, overrides: Sequence[Override]) -> None:
+        """hydra/launcher: one that is installed."""
+        for override in overrides:
+            if override.key_or_group != "hydra/launcher" or override.is_sweep_override():
+                continue
+            installed = [name for name in self.options("hydra/launcher") if name != "basic_base"]
+            if override.value() not in installed:
+                raise ValueError(
+                    f"hydra/launcher must be one of {', '.join(installed)}, got "
+                    f"{override.value()!r}; more come with pip install sparse-eval[joblib], [ray] "
+                    "or [submitit]"
+                )
+
     def check_option(self, group: str, value: Any) -> None:
         if value is None or value in self.options(group):
             return
@@ -88,6 +109,17 @@ class Composer:
         if group == "model":
             hint += "; any other Hugging Face model: model=hub model.id=ORG/NAME"
         raise ValueError(f"{group} must be one of {', '.join(options)}, got {value!r}{hint}")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """words: what Hydra gets, a sweep's jobs packed. jobs: the overrides of each; one if no sweep.
+    composer: the one that has composed them."""
+
+    words: list[str]
+    jobs: list[list[str]]
+    is_sweep: bool
+    composer: Composer
 
 
 def group_values(override: Override) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from sparse_eval.budgets import Budget, parse_budget, resolve_budget
 from sparse_eval.policies.base import Policy
 
-TASKS = ("recall", "needle", "fidelity")
+TASKS = ("recall", "needle", "fidelity", "latency")
 QUERIES = ("greedy", "text")
 KEYS = tuple(
     [
@@ -37,6 +38,9 @@ KEYS = tuple(
         "cache_dir",
         "model_cache",
         "cache_prefill",
+        "cache_gb",
+        "sweep",
+        "retry_failed",
         "plan",
         "verbose",
     ]
@@ -76,6 +80,8 @@ class Settings:
     model_cache: Path
     cache_prefill: bool
     verbose: int
+    cache_gb: float = 50.0
+    retry_failed: bool = False
 
     def cells(self) -> list[tuple[NamedPolicy, int | None]]:
         """Every (policy, budget) of one prompt; adaptive policies have no budget."""
@@ -106,6 +112,13 @@ def flag(cfg: Mapping[str, Any], key: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, got {value!r}")
     return value
+
+
+def gigabytes(cfg: Mapping[str, Any], key: str) -> float:
+    value = cfg[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key} must be a number of GB > 0, got {value!r}")
+    return float(value)
 
 
 def text(cfg: Mapping[str, Any], key: str) -> str:

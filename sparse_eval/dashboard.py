@@ -17,6 +17,7 @@ from sparse_eval.files import to_json
 from sparse_eval.headline import headline_table
 from sparse_eval.margins import margins
 from sparse_eval.palette import look_of
+from sparse_eval.proportions import wilson
 from sparse_eval.summarise import (
     by_layer,
     dense_policies,
@@ -31,13 +32,21 @@ DIGITS = 6
 
 
 def dashboard(
-    rows: pd.DataFrame, runs: Sequence[Mapping[str, Any]], pictures: Sequence[Path] = ()
+    rows: pd.DataFrame,
+    runs: Sequence[Mapping[str, Any]],
+    pictures: Sequence[Path] = (),
+    answers: pd.DataFrame | None = None,
 ) -> str:
-    """The page. runs: the summaries of the runs that the rows are from, each with its "folder";
-    pictures: PNGs that stand in for the charts where scripts are off."""
+    """The page. rows: recall. runs: the summaries of the runs that they are from, each with its
+    "folder"; pictures: PNGs that stand in for the charts where scripts are off; answers: needle
+    rows, whose accuracy stands in the headline beside the same policy's recall."""
     from plotly.offline import get_plotlyjs
 
-    settings = [setting(name, part) for name, part in split_settings(rows).items()]
+    parts = split_settings(rows)
+    settings = [setting(name, part) for name, part in parts.items()]
+    if answers is not None:
+        for facts, part in zip(settings, parts.values(), strict=True):
+            add_needles(facts["headline"], needles_of(answers, part.iloc[0]))
     page = files("sparse_eval") / "page"
     return Template(page.joinpath("page.html").read_text()).substitute(
         title=html.escape(title_of(settings)),
@@ -69,6 +78,36 @@ def setting(name: str, rows: pd.DataFrame) -> dict[str, Any]:
         "byLayer": records(layers),
         "margins": {label: records(margins(rows, label)) for label in mains},
     }
+
+
+def needles_of(answers: pd.DataFrame, like: pd.Series) -> dict[tuple[str, Any], dict[str, Any]]:
+    """Accuracy by (policy, budget) over all kinds and depths, at the setting of a recall row."""
+    rows = answers[answers["outcome"].notna() & (answers["role"] != "gate")]
+    for name in ("model", "weights", "revision", "context", "dtype", "device", "backend"):
+        if name in rows:
+            rows = rows[rows[name].map(str) == str(like.get(name))]
+    found = {}
+    for (policy, budget), part in rows.groupby(["policy", "budget_tokens"], dropna=False):
+        correct, n = int((part["outcome"] == "correct").sum()), len(part)
+        interval = wilson(correct, n)
+        found[str(policy), budget_key(budget)] = {
+            "needle": correct / n,
+            "needle_low": interval.low,
+            "needle_high": interval.high,
+            "needle_n": n,
+        }
+    return found
+
+
+def add_needles(
+    headline: list[dict[str, Any]], needles: Mapping[tuple[str, Any], dict[str, Any]]
+) -> None:
+    for line in headline:
+        line |= needles.get((line["policy"], budget_key(line["budget_tokens"])), {})
+
+
+def budget_key(budget: Any) -> int | None:
+    return None if pd.isna(budget) else int(budget)
 
 
 def policy_facts(label: str, table: pd.DataFrame) -> dict[str, Any]:

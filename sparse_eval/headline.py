@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -23,22 +23,36 @@ COLUMNS = (
 )
 
 
+NEEDLE = ("needle", "Needle", "correct of all")
+"""A column of its own, where the same policies were asked for needles too."""
+
+
+def columns_of(facts: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
+    asked = any("needle" in line for line in facts["headline"])
+    return (*COLUMNS[:3], NEEDLE, *COLUMNS[3:]) if asked else COLUMNS
+
+
 def headline_table(facts: Mapping[str, Any], index: int) -> str:
     """A sortable table of every policy and budget; readable without scripts."""
+    columns = columns_of(facts)
     head = "".join(
         f'<th scope="col" data-key="{key}"><button type="button">{label}'
         f"<small>{unit}</small></button></th>"
-        for key, label, unit in COLUMNS
+        for key, label, unit in columns
     )
     dark = {p["label"]: p for p in facts["policies"]}
-    body = "\n".join(headline_line(line, dark[line["policy"]]) for line in facts["headline"])
+    body = "\n".join(
+        headline_line(line, dark[line["policy"]], columns) for line in facts["headline"]
+    )
     return (
         f'<table class="headline" data-setting="{index}"{" hidden" if index else ""}>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
 
 
-def headline_line(line: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
+def headline_line(
+    line: Mapping[str, Any], policy: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]
+) -> str:
     tag = "" if policy["realisable"] else ' <span class="tag">not realisable</span>'
     swatch = f'<i class="swatch" style="--light:{policy["light"]};--dark:{policy["dark"]}"></i>'
     recall = (
@@ -61,13 +75,26 @@ def headline_line(line: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
         "n": str(line["n"]),
         "unmeasured": unmeasured(line),
     }
-    sort = {**line, "unmeasured": line["nan_recall"] + line["nan_contested"]}
+    if NEEDLE in columns:
+        cells["needle"] = needle_cell(line)
+    sort = {"needle": None, **line, "unmeasured": line["nan_recall"] + line["nan_contested"]}
     tds = "".join(
         f'<td data-key="{key}" data-sort="{html.escape(sort_key(sort[key]))}">{cells[key]}</td>'
-        for key, _, _ in COLUMNS
+        for key, _, _ in columns
     )
     budget = "" if pd.isna(line["budget_tokens"]) else f"{line['budget_tokens']:.0f}"
     return f'<tr data-budget="{budget}">{tds}</tr>'
+
+
+def needle_cell(line: Mapping[str, Any]) -> str:
+    """The share of answers that are correct, Wilson's 95 % and n."""
+    if line.get("needle") is None:
+        return number(float("nan"), "")
+    low, high = line["needle_low"], line["needle_high"]
+    return (
+        f"{line['needle']:.0%} "
+        f'<span class="se">[{low:.0%}, {high:.0%}], n {line["needle_n"]}</span>'
+    )
 
 
 def breakable(label: str) -> str:

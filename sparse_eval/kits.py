@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from sparse_eval import show_fidelity, show_needle, show_recall
+from sparse_eval import show_fidelity, show_latency, show_needle, show_recall
 from sparse_eval.config import Settings
 from sparse_eval.core import Row
 from sparse_eval.progress import Progress
 from sparse_eval.results import CellStore
 from sparse_eval.tasks.fidelity import Fidelity
+from sparse_eval.tasks.latency import Latency
 from sparse_eval.tasks.needle import Needle
 from sparse_eval.tasks.recall import Recall
 
@@ -52,4 +53,5 @@ KITS = {
     "recall": Kit(Recall, show_recall, has_samples=False),
     "needle": Kit(Needle, show_needle),
     "fidelity": Kit(Fidelity, show_fidelity),
+    "latency": Kit(Latency, show_latency, has_samples=False),
 }

@@ -14,6 +14,7 @@ from sparse_eval.dashboard import picture, run_facts
 from sparse_eval.needle.kinds import KINDS
 from sparse_eval.needle.score import OUTCOMES
 from sparse_eval.summarise_fidelity import split_fidelity, summarise_fidelity
+from sparse_eval.summarise_latency import latency_table, split_latency
 from sparse_eval.summarise_needle import (
     gate_table,
     noise_floor,
@@ -37,6 +38,7 @@ def live_page(
     tasks = set(rows["task"])
     sections = needle_sections(rows) if "needle" in tasks else []
     sections += fidelity_sections(rows) if "fidelity" in tasks else []
+    sections += latency_sections(rows) if "latency" in tasks else []
     first = rows.iloc[0]
     title = html.escape(f"{first['model']} · {first['weights']}")
     style = (files("sparse_eval") / "page" / "page.css").read_text()
@@ -116,4 +118,11 @@ def fidelity_sections(rows: pd.DataFrame) -> list[str]:
             table_of(fidelity_table(summarise_fidelity(part))),
         )
         for name, part in split_fidelity(rows).items()
+    ]
+
+
+def latency_sections(rows: pd.DataFrame) -> list[str]:
+    return [
+        section(f"Latency, {name}", table_of(latency_table(part)))
+        for name, part in split_latency(rows[rows["task"] == "latency"]).items()
     ]

@@ -50,6 +50,9 @@ def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
 
 
 def cost_of(settings: Settings, flops: float) -> Cost:
+    if settings.task["name"] == "latency":  # no model and no prompt; minutes of GPU time
+        cells = len(settings.task["batches"]) * len(settings.task["contexts"])
+        return Cost(0, 0, cells, 0, None, None, None)
     live = LIVE.get(settings.task["name"])
     if live is None:
         return recall_cost(settings, flops)
@@ -175,7 +178,8 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
     console.print(table)
     for name, error in jobs:
         if isinstance(error, ValueError):
-            console.print(f"[yellow]infeasible[/yellow] {name or '(defaults)'}: {error}")
+            line = f"[yellow]infeasible[/yellow] {name or '(defaults)'}: {error}"
+            console.print(line, soft_wrap=True)
     for (device, dtype), rate in rates.items():
         console.print(
             f"[dim]predicted from {rate / 1e9:,.0f} GFLOP/s, measured now by a {dtype} matrix "

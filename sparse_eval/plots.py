@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -186,8 +190,27 @@ def draw_heat(axes: Axes, recall: pd.DataFrame, dense: pd.Series) -> Any:
     return image
 
 
+@contextmanager
+def also_as(formats: Sequence[str]) -> Iterator[None]:
+    """Every picture saved inside is written as pdf or svg too, beside its PNG."""
+    token = _also.set(tuple(formats))
+    try:
+        yield
+    finally:
+        _also.reset(token)
+
+
+_also: ContextVar[tuple[str, ...]] = ContextVar("also", default=())
+
+
 def save(figure: Figure, path: Path | str) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # text stays text in vector files: it can be searched, and set in the reader's font
+    with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "sparse_eval"}):
+        for suffix in _also.get():
+            # a date would make every rebuilt file another one
+            metadata = {"CreationDate": None} if suffix == "pdf" else {"Date": None}
+            figure.savefig(path.with_suffix(f".{suffix}"), metadata=metadata)
     figure.savefig(path, dpi=DPI)
     return path

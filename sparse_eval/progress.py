@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
@@ -21,22 +22,41 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=110, soft_wrap=True)
 
 
+@dataclass(frozen=True)
+class Level:
+    """Which job of a sweep this is. total: 0 in a launcher's worker, which shares the terminal
+    with others and draws no bars."""
+
+    number: int
+    total: int
+    name: str
+
+
 @dataclass
 class Progress:
+    """level: the job of a sweep, whose jobs are a bar above the job's own."""
+
     console: Console = field(default_factory=make_console)
     verbose: int = 0
+    level: Level | None = None
     _live: RichProgress | None = None
+
+    def __post_init__(self) -> None:
+        if self.level is not None:
+            total = f" of {self.level.total}" if self.level.total else ""
+            words = f"\n[bold]job {self.level.number + 1}{total}[/bold]  {escape(self.level.name)}"
+            self.console.print(words)
+
+    @property
+    def draws(self) -> bool:
+        return self.console.is_terminal and not (self.level and not self.level.total)
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
         """Say what begins; when it took over a second, say how long."""
         log.info("%s", what)
         started = time.perf_counter()
-        status = (
-            self.console.status(f"{what} …")
-            if self.console.is_terminal and not self._live
-            else None
-        )
+        status = self.console.status(f"{what} …") if self.draws and not self._live else None
         if status:
             status.start()
         try:
@@ -61,9 +81,12 @@ class Progress:
                 TimeRemainingColumn(),
                 console=self.console,
                 transient=True,
-                disable=not self.console.is_terminal,
+                disable=not self.draws,
             )
             self._live.start()
+            if self.level and self.level.total > 1:
+                jobs = self._live.add_task("jobs", total=self.level.total)
+                self._live.update(jobs, completed=self.level.number)
         live = self._live
         task = live.add_task(what, total=total)
         try:

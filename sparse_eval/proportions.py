@@ -28,7 +28,8 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
     share = successes / n
     center = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return Interval(max(0.0, center - half), min(1.0, center + half))
+    # at shares of 0 and 1 the bound is the share itself, rounding aside
+    return Interval(max(0.0, min(share, center - half)), min(1.0, max(share, center + half)))
 
 
 def wilson_lower(successes: int, n: int, confidence: float = 0.95) -> float:

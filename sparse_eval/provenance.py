@@ -21,11 +21,11 @@ PACKAGE = Path(__file__).resolve().parent
 
 OUTPUT_ROOMS = frozenset(
     names(
-        "__main__ app cache cells check columns compose config dashboard failure fetch files"
-        " headline journal kits margins needle_pairs page_live palette plan plots plots_fidelity"
-        " plots_live plots_needle progress provenance report results settings show_fidelity"
-        " show_needle show_recall summarise summarise_fidelity summarise_needle tables_live"
-        " tracking"
+        "__main__ app cache cells check columns compare compose config dashboard export failure"
+        " fetch files headline journal keep kits margins needle_pairs pack page_live paired"
+        " palette parts plan plots plots_fidelity plots_live plots_needle progress provenance"
+        " report results settings show_fidelity show_needle show_recall summarise"
+        " summarise_fidelity summarise_needle sweep tables_live tracking"
     )
 )
 """Modules that present or keep what was measured. Whatever else the package holds, new files

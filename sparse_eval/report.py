@@ -12,40 +12,85 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich.console import Console
 
-from sparse_eval.dashboard import dashboard
+from sparse_eval.compare import Comparison, compare, comparison_section, print_comparison
+from sparse_eval.dashboard import dashboard, picture
+from sparse_eval.export import export
 from sparse_eval.files import write_atomic
-from sparse_eval.page_live import live_page
-from sparse_eval.plots import recall_by_budget, recall_curve, recall_heatmap
+from sparse_eval.page_live import fidelity_sections, live_page, needle_sections
+from sparse_eval.plots import also_as, recall_by_budget, recall_curve, recall_heatmap
 from sparse_eval.plots_fidelity import fidelity_curve
+from sparse_eval.plots_latency import latency_pictures
 from sparse_eval.plots_needle import needle_pictures
 from sparse_eval.results import load, row_sources, write_parquet
 from sparse_eval.summarise import split_settings
 from sparse_eval.summarise_fidelity import split_fidelity
 from sparse_eval.summarise_needle import split_needle
 
-LIVE_TASKS = {"needle", "fidelity"}
+LIVE_TASKS = {"needle", "fidelity", "latency"}
+VECTOR = ("pdf", "svg")
+FORMATS = ("html", *VECTOR, "latex", "csv")
+PROVENANCE = '\n<section id="provenance">'
 
 
 def write_report(folder: Path | str) -> Path:
     """rows.parquet, plots/*.png and report.html of a run's or a sweep's folder, from its rows.
 
-    Returns the page's path. Raises ValueError where there are no recall rows."""
+    Returns the page's path. Raises ValueError where there are no rows."""
     folder = Path(folder)
     return report_of([folder], folder)
 
 
-def report_of(places: Sequence[Path | str], folder: Path) -> Path:
-    """One report, in `folder`, from the rows of all places; jobs of a sweep count one by one."""
+def report_of(
+    places: Sequence[Path | str],
+    folder: Path,
+    formats: Sequence[str] = ("html",),
+    comparison: Comparison | None = None,
+) -> Path:
+    """One report, in `folder`, from the rows of all places; jobs of a sweep count one by one.
+
+    formats: of FORMATS. comparison: a section of the page. Returns the page's path; where html is
+    not asked for, the folder of the files."""
     sources = [job for place in places for job in jobs_of(Path(place))]
     rows = load(sources)
     write_parquet(rows, folder / "rows.parquet")
-    pictures = draw(rows, folder / "plots")
+    with also_as([name for name in formats if name in VECTOR]):
+        pictures = draw(rows, folder / "plots") if {"html", *VECTOR} & set(formats) else []
     runs = [summary_of(source, folder) for source in sources]
-    is_live = bool(set(rows["task"]) & LIVE_TASKS)
-    page = (live_page if is_live else dashboard)(rows, runs, pictures)
+    commands = list(dict.fromkeys(str(run["command"]) for run in runs if run.get("command")))
+    export(rows, folder / "tables", formats, commands)
+    if "html" not in formats:
+        return folder
+    page = page_of(rows, runs, pictures)
+    if comparison is not None:
+        section = comparison_section(comparison, [str(place) for place in places])
+        page = page.replace("<main>", f"<main>\n{section}", 1)
     write_atomic(folder / "report.html", page.encode())
     return folder / "report.html"
+
+
+def page_of(rows: pd.DataFrame, runs: Sequence[Mapping[str, Any]], pictures: Sequence[Path]) -> str:
+    """The interactive page where there is recall of its own, with the live tasks' tables below;
+    the live tasks' page where there is not (a needle run's recall belongs to its answers)."""
+    is_live = rows["task"].isin(LIVE_TASKS)
+    if not is_live.any():
+        return dashboard(rows, runs, pictures)
+    recall = rows[rows["task"] == "recall"]
+    if "needle_kind" in recall:
+        recall = recall[recall["needle_kind"].isna()]
+    if not len(recall):
+        return live_page(rows, runs, pictures)
+    live = rows[is_live]
+    tasks = set(live["task"])
+    sections = needle_sections(live) if "needle" in tasks else []
+    sections += fidelity_sections(live) if "fidelity" in tasks else []
+    shown = [path for path in pictures if not path.stem.startswith("recall")]
+    figures = "".join(f"<figure>{picture(path)}</figure>" for path in shown)
+    sections.append(f'<section><div class="head"><h2>Pictures</h2></div>{figures}</section>')
+    answers = live[live["task"] == "needle"] if "needle" in tasks else None
+    page = dashboard(recall, runs, [path for path in pictures if path not in shown], answers)
+    return page.replace('<section id="provenance">', "\n".join(sections) + PROVENANCE, 1)
 
 
 def jobs_of(place: Path) -> list[Path]:
@@ -63,6 +108,8 @@ def draw(rows: pd.DataFrame, folder: Path) -> list[Path]:
         pictures += needle_pictures(rows, part, folder, file_end(name))
     for name, part in split_fidelity(rows).items() if "fidelity" in tasks else ():
         pictures.append(fidelity_curve(part, folder / f"fidelity{file_end(name)}.png"))
+    if "latency" in tasks:
+        pictures += latency_pictures(rows[rows["task"] == "latency"], folder)
     return pictures + (draw_recall(rows, folder) if "recall" in tasks else [])
 
 
@@ -95,16 +142,49 @@ def summary_of(source: Path, below: Path) -> Mapping[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sparse_eval.report", description=__doc__)
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="folder of a run or of a sweep")
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="folder of a run or of a sweep; two are compared, sample by sample",
+    )
     parser.add_argument("--out", type=Path, help="folder of the report (default: the one PATH)")
+    parser.add_argument(
+        "--format", default="html", help=f"any of {','.join(FORMATS)}, with commas (default: html)"
+    )
     options = parser.parse_args(arguments)
     try:
+        formats = formats_of(options.format)
         folder = options.out or default_folder(options.paths)
-        print(report_of(options.paths, folder))
+        comparison = compared(options.paths) if len(options.paths) == 2 else None
+        if comparison is not None:
+            print_comparison(comparison, make_console())
+        print(report_of(options.paths, folder, formats, comparison))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def make_console() -> Console:
+    """The terminal; a pipe gets lines as long as they are."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=200)
+
+
+def formats_of(text: str) -> list[str]:
+    formats = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown or not formats:
+        raise ValueError(f"--format must be of {', '.join(FORMATS)}, got {text!r}")
+    return formats
+
+
+def compared(paths: Sequence[str]) -> Comparison:
+    """A against B. Raises ValueError, with one line, where they cannot be paired."""
+    rows = [load(jobs_of(Path(path))) for path in paths]
+    configs = [dict(summary_of(jobs_of(Path(p))[0], Path(p)).get("config") or {}) for p in paths]
+    return compare(rows[0], rows[1], configs[0], configs[1])
 
 
 def default_folder(paths: Sequence[str]) -> Path:

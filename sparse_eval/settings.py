@@ -13,6 +13,7 @@ from sparse_eval.check import policy_class
 from sparse_eval.compose import Composer
 from sparse_eval.config import NamedPolicy, Settings
 from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
+from sparse_eval.latency.config import check_latency
 from sparse_eval.models import model_info
 from sparse_eval.needle.config import needle_config
 from sparse_eval.policies.base import Policy
@@ -29,13 +30,16 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     check_keys(cfg)
     model = model_info(cfg["model"])
     context = config.integer(cfg, "context", 2)
-    config.integer(cfg["task"], "prompt_queries", 2, "task.")
+    if cfg["task"]["name"] != "latency":
+        config.integer(cfg["task"], "prompt_queries", 2, "task.")
     check_prompts(cfg["prompts"])
     check_tracking(cfg["tracking"])
     asked = config.budgets(cfg["budget"])
     device = resolve_device(config.text(cfg, "device"))
     dtype = str(resolve_dtype(config.text(cfg, "dtype"), device)).removeprefix("torch.")
     policies = policies_of(composer, overrides, cfg)
+    if cfg["task"]["name"] == "latency":
+        check_latency(cfg["task"], model, policies[0].policy, device)
     for tokens, steps in prompt_lengths(cfg, context):
         config.check_context(tokens, model.max_context, steps, model.name)
         config.token_budgets(asked, tokens, policies)
@@ -60,6 +64,8 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
         model_cache=Path(cfg["model_cache"] or user_cache()).expanduser(),
         cache_prefill=config.flag(cfg, "cache_prefill"),
         verbose=config.integer(cfg, "verbose", 0),
+        cache_gb=config.gigabytes(cfg, "cache_gb"),
+        retry_failed=config.flag(cfg, "retry_failed"),
     )
 
 
@@ -74,6 +80,8 @@ def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]
             f"protocol must be decode for task={task['name']}, which has no question of its own, "
             f"got {protocol!r}"
         )
+    if task["name"] == "latency":
+        return []  # no prompt; its contexts are its own
     if task["name"] == "fidelity":
         config.check_fidelity(task, context)
     return [(context, config.integer(task, "steps", 1, "task."))]

@@ -37,6 +37,14 @@ def samples(rows: list[Row]) -> list[dict[str, Any]]:
     return []
 
 
+def cell(lines: pd.DataFrame, budget: float | None) -> str:
+    """A policy's recall at a budget; None: the only line of one that has none."""
+    if not len(lines) or (budget is not None and budget not in lines.index):
+        return "failed"
+    line = lines.iloc[0] if budget is None else lines.loc[budget]
+    return f"{line['recall']:.3f} ({line['contested']:.3f})"
+
+
 def print_results(rows: list[Row], settings: Settings, console: Console) -> None:
     """The table: policy × budget -> mean recall over the non-dense layers, and what the policy
     found beyond the forced pages."""
@@ -58,9 +66,7 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
     # yardsticks first: what everything and what the best choice would give
     for named in sorted(settings.policies, key=lambda n: (not n.policy.dense, n.policy.realisable)):
         mine = table[table["policy"] == named.label].set_index("budget_tokens")
-        lines = [mine.iloc[0] if named.policy.adaptive else mine.loc[budget] for budget in budgets]
-        grid.add_row(
-            named.label, *(f"{line['recall']:.3f} ({line['contested']:.3f})" for line in lines)
-        )
+        shown = [cell(mine, None if named.policy.adaptive else budget) for budget in budgets]
+        grid.add_row(named.label, *shown)
     console.print()
     console.print(grid)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pandas as pd
 
 from sparse_eval.columns import frame_of
-from sparse_eval.files import plain, to_json
+from sparse_eval.files import plain, to_json, write_atomic
 from sparse_eval.summarise import split_settings, summarise_recall
 from sparse_eval.summarise_fidelity import split_fidelity, summarise_fidelity
 from sparse_eval.summarise_needle import split_needle, summarise_needle
@@ -27,34 +27,33 @@ if TYPE_CHECKING:
 
 MODES = ("offline", "online", "disabled")
 CURVES = {
-    "recall": {
-        "recall": "mass",
-        "recall_se": "mass_se",
-        "contested": "contested",
-        "output_error": "output_error",
-        "tokens_read": "tokens_read",
-        "model_read_fraction": "model_read_fraction",
-        "model_bytes": "model_bytes",
-    },
-    "needle": {
-        "accuracy": "correct",
-        "low": "correct_low",
-        "high": "correct_high",
-        "answer_nll": "answer_nll",
-        "page_hit": "page_hit",
-        "page_hit_chance": "page_hit_chance",
-        "model_read_fraction": "model_read_fraction",
-    },
-    "fidelity": {
-        "kl_mean": "kl_mean",
-        "kl_p99": "kl_p99",
-        "top1_agreement": "top1_agreement",
-        "nll_sparse": "nll",
-        "long_kl_mean": "long_kl_mean",
-        "model_read_fraction": "model_read_fraction",
-    },
+    "recall": "mass",
+    "recall_se": "mass_se",
+    "contested": "contested",
+    "output_error": "output_error",
+    "tokens_read": "tokens_read",
+    "model_read_fraction": "model_read_fraction",
+    "model_bytes": "model_bytes",
 }
-"""By task: column of the summary -> last part of its W&B key, <task>/<policy>/<part>."""
+"""Column of the summary -> last part of its W&B key, recall/<policy>/<part>."""
+
+NEEDLE_CURVES = {
+    "accuracy": "correct",
+    "low": "correct_low",
+    "high": "correct_high",
+    "answer_nll": "answer_nll",
+    "page_hit": "page_hit",
+    "tokens_read": "tokens_read",
+    "model_read_fraction": "model_read_fraction",
+}
+FIDELITY_CURVES = {
+    "kl_mean": "kl_mean",
+    "kl_mean_se": "kl_mean_se",
+    "kl_p99": "kl_p99",
+    "top1_agreement": "top1_agreement",
+    "tokens_read": "tokens_read",
+    "model_read_fraction": "model_read_fraction",
+}
 
 
 class Tracker(Protocol):
@@ -89,13 +88,33 @@ def make_tracker(
     folder: Path,
     task: str,
     say: Callable[[str], None] = print,
+    cache_dir: Path | None = None,
 ) -> Tracker:
     """The tracker that a file of conf/tracking/ asks for. config: the resolved config as plain
-    mappings and lists. Raises ValueError for names and modes that do not exist."""
+    mappings and lists. cache_dir: where offline runs leave a note of what they hold, so that the
+    same run again adds nothing twice. Raises ValueError for names and modes that do not exist."""
     check_tracking(tracking)
     if tracking["name"] == "none":
         return NoTracker()
-    return WandbTracker(tracking, config=config, folder=Path(folder), task=task, say=say)
+    return WandbTracker(
+        tracking, config=config, folder=Path(folder), task=task, say=say, cache_dir=cache_dir
+    )
+
+
+def track_sweep(
+    folder: Path, page: Path, words: Sequence[str], say: Callable[[str], None] = print
+) -> None:
+    """The sweep's own pictures and page as one more run of its W&B group, where its jobs are
+    tracked. words: the sweep's command line, by which the same sweep again is the same run."""
+    configs = [json.loads(path.read_text())["config"] for path in folder.glob("*/summary.json")]
+    tracking = next((c["tracking"] for c in configs if c["tracking"]["name"] == "wandb"), None)
+    if tracking is None:
+        return
+    config = {"sweep": list(words), "jobs": len(configs)}
+    options = dict(tracking) | {"group": tracking["group"] or folder.name}
+    tracker = make_tracker(options, config=config, folder=folder, task="report", say=say)
+    tracker.log_plots([*sorted((folder / "plots").glob("*.png")), page])
+    tracker.finish()
 
 
 def check_tracking(tracking: Mapping[str, Any]) -> None:
@@ -124,9 +143,12 @@ class WandbTracker:
         folder: Path,
         task: str,
         say: Callable[[str], None] = print,
+        cache_dir: Path | None = None,
     ) -> None:
         self.say = say
         self.run: Any = None
+        self.is_offline = False
+        self.note = None if cache_dir is None else cache_dir / "wandb" / f"{run_id(config)}.json"
         options = {
             "project": tracking["project"],
             "entity": tracking["entity"],
@@ -156,8 +178,9 @@ class WandbTracker:
             abandon()
             self.run = self._init(mode, options, tracking)
         self.run.define_metric("budget_tokens")
-        for task in CURVES:
+        for task in ("recall", "needle", "fidelity"):
             self.run.define_metric(f"{task}/*", step_metric="budget_tokens")
+        self.is_offline = mode == "offline"
         if mode == "offline":
             self.say(f"W&B: offline, upload with: wandb sync {Path(self.run.dir).parent}")
         elif mode == "online":
@@ -190,19 +213,35 @@ class WandbTracker:
             self.run = None
 
     def log_rows(self, rows: Iterable[Row] | pd.DataFrame) -> None:
-        """The rows as a table, and <task>/<policy>/… over budget_tokens. A resumed run that
-        already holds these rows gets nothing twice."""
+        """The rows as a table, and <task>/<policy>/… over budget_tokens. A run that already holds
+        these rows, online or in another folder offline, gets nothing twice."""
         with self.guard("log the rows"):
             if self.run is None:
                 return
             frame = frame_of(rows)
             digest = hashlib.sha256(frame.to_csv().encode()).hexdigest()
-            if self.run.summary.get("rows_digest") == digest:
+            if self.run.summary.get("rows_digest") == digest or self._is_noted(digest):
                 return
             self._log_table(frame)
-            for task, name, table in summaries(frame):
-                self._log_curves(task, table, f" [{name}]" if name else "")
+            for table, setting in curve_tables(frame):
+                self._log_curves(table, setting)
             self.run.summary["rows_digest"] = digest
+            self._take_note(digest)
+
+    def _is_noted(self, digest: str) -> bool:
+        """Whether an earlier offline run of this id holds the rows and still lies in its folder."""
+        if not self.is_offline or self.note is None or not self.note.is_file():
+            return False
+        told = json.loads(self.note.read_text())
+        if told["digest"] != digest or not Path(told["folder"]).is_dir():
+            return False
+        self.say(f"W&B: these rows are already in {told['folder']}: not logged twice")
+        return True
+
+    def _take_note(self, digest: str) -> None:
+        if self.is_offline and self.note is not None:
+            folder = Path(self.run.dir).parent
+            write_atomic(self.note, to_json({"digest": digest, "folder": str(folder)}).encode())
 
     def _log_table(self, frame: pd.DataFrame) -> None:
         import wandb
@@ -212,20 +251,22 @@ class WandbTracker:
         ]
         self.run.log({"rows": wandb.Table(columns=list(frame.columns), data=lines)})  # type: ignore[attr-defined]
 
-    def _log_curves(self, task: str, table: pd.DataFrame, setting: str) -> None:
+    def _log_curves(self, table: pd.DataFrame, setting: str) -> None:
+        """table: policy, budget_tokens and one column a value, named by the key's two ends."""
+        parts = [name for name in table if name not in ("policy", "budget_tokens")]
         for budget in table["budget_tokens"].astype(float).unique():
             lines = table[
                 table["budget_tokens"].fillna(-1) == (-1 if math.isnan(budget) else budget)
             ]
             values = {
-                f"{task}/{line['policy']}{setting}/{part}": line[column]
+                f"{task}/{line['policy']}{setting}/{value}": line[f"{task}/{value}"]
                 for line in lines.to_dict("records")
-                for column, part in CURVES[task].items()
-                if not math.isnan(line[column])
+                for task, value in (str(part).split("/") for part in parts)
+                if not math.isnan(line[f"{task}/{value}"])
             }
             if not math.isnan(budget):
                 self.run.log({"budget_tokens": int(budget), **values})
-            at = "adaptive" if math.isnan(budget) else f"{budget:.0f}"
+            at = "any" if math.isnan(budget) else f"{budget:.0f}"
             self.run.summary.update({f"{key}/{at}": value for key, value in values.items()})
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
@@ -260,21 +301,31 @@ class WandbTracker:
         self.run = None
 
 
-def summaries(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """(task, setting, table) of every task that the rows are of; a setting's name tells how it
-    differs from the task's others, needle kind and context included."""
-    tasks = set(rows["task"]) if "task" in rows else {"recall"}
+def curve_tables(frame: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
+    """(policy, budget_tokens, task/value columns) of every task and setting, with the setting's
+    name for the keys: "" where there is one."""
+    tasks = set(frame["task"])
     if "recall" in tasks:
-        for name, part in split_settings(rows).items():
-            yield "recall", name, summarise_recall(part)
+        for name, part in split_settings(frame).items():
+            yield named(summarise_recall(part), "recall", CURVES), in_brackets(name)
     if "needle" in tasks:
-        for name, part in split_needle(rows).items():
-            grid = summarise_needle(part).groupby(["needle_kind", "context"], sort=False)
-            for (kind, context), table in grid:
-                yield "needle", ", ".join(filter(None, (name, f"{kind} {context}"))), table
+        for name, part in split_needle(frame).items():
+            cells = summarise_needle(part).groupby(["needle_kind", "context"], sort=False)
+            for (kind, context), table in cells:
+                setting = in_brackets(", ".join(filter(None, [f"{kind} {context:.0f}", name])))
+                yield named(table, "needle", NEEDLE_CURVES), setting
     if "fidelity" in tasks:
-        for name, part in split_fidelity(rows).items():
-            yield "fidelity", name, summarise_fidelity(part)
+        for name, part in split_fidelity(frame).items():
+            yield named(summarise_fidelity(part), "fidelity", FIDELITY_CURVES), in_brackets(name)
+
+
+def named(table: pd.DataFrame, task: str, curves: Mapping[str, str]) -> pd.DataFrame:
+    columns = {old: f"{task}/{new}" for old, new in curves.items() if old in table}
+    return table[["policy", "budget_tokens", *columns]].rename(columns=columns)
+
+
+def in_brackets(name: str) -> str:
+    return f" [{name}]" if name else ""
 
 
 def abandon() -> None:

@@ -173,4 +173,5 @@ def test_budget_that_is_none(value):
 def test_a_sweep_validates_every_job():
     with pytest.raises(ValueError, match=">= 48"):
         check(["-m", *TINY[:2], "budget=64,16"])
-    assert check(["-m", *TINY[:2], "policy=quest,window", "budget=64,128"]) is True
+    checked = check(["-m", *TINY[:2], "policy=quest,window", "budget=64,128"])
+    assert checked and checked.jobs and len(checked.jobs) == 1

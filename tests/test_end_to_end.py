@@ -101,7 +101,7 @@ def test_a_killed_run_keeps_every_finished_cell(finished, tmp_path):
 
 def test_a_sweep_runs_every_job_and_each_has_its_own_folder(tmp_path):
     words = ["-m", *TINY[:2], "prompts.n=1", "task.steps=4", "policy=quest,window", "compare=[]"]
-    run(tmp_path, *words, "budget=64,96")
+    run(tmp_path, *words, "budget=64,96", "sweep.pack=[]")
     folders = {path.parent for path in tmp_path.glob("outputs/recall/*/*/rows.jsonl")}
     assert len(folders) == 4
     rows = load(str(tmp_path / "outputs/**"))
@@ -114,6 +114,12 @@ def test_plan_loads_nothing_and_names_what_cannot_run(finished):
     done = run(root, "-m", *TINY, "budget=64,16", "plan=true")
     assert "infeasible" in done.stdout and "budget must be >= 48" in done.stdout
     assert not list(root.glob("outputs/*/*/rows.jsonl.partial"))
+
+
+@pytest.mark.parametrize("task", ["recall", "needle", "fidelity"])
+def test_every_task_with_a_model_can_be_planned(tmp_path, task):
+    done = run(tmp_path, "model=tiny_llama", f"task={task}", "context=600", "plan=true")
+    assert "infeasible" not in done.stdout and "MiB" in done.stdout
 
 
 @pytest.mark.embedded

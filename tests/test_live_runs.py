@@ -17,7 +17,7 @@ from sparse_eval.plan import cost_of
 from sparse_eval.report import write_report
 from sparse_eval.results import CellStore, load
 from sparse_eval.settings import resolve
-from sparse_eval.tracking import CURVES, summaries
+from sparse_eval.tracking import curve_tables
 from tests.needle_rows import needle_run
 
 TINY = ["model=tiny_llama", "dense_layers=[0]", "budget=[64,96]", "compare=[window]"]
@@ -83,14 +83,14 @@ def test_the_plan_counts_gate_samples(tmp_path):
 
 def test_wandb_gets_every_tasks_curves(done):
     task, folder, _ = done
-    ((name, setting, table),) = summaries(load(folder))
-    assert name == task and setting in ("", "multikey 500")
-    assert set(CURVES[task]) <= set(table.columns)
-    assert all(isinstance(line["model_read_fraction"], float) for line in table.to_dict("records"))
+    ((table, setting),) = curve_tables(load(folder))
+    assert setting in ("", " [multikey 500]")
+    assert {f"{task}/model_read_fraction", f"{task}/tokens_read"} & set(table.columns)
+    assert table[f"{task}/model_read_fraction"].notna().all()
 
 
 def test_wandb_tells_contexts_and_kinds_apart():
     rows = frame_of(needle_run(n=1, contexts=[1024, 2048], depths=[0.5]))
-    names = [setting for _, setting, _ in summaries(rows)]
-    assert names == ["passcode 1024", "passcode 2048"]
-    assert not any(math.isnan(t["accuracy"].iloc[0]) for _, _, t in summaries(rows))
+    tables = {setting: table for table, setting in curve_tables(rows)}
+    assert list(tables) == [" [passcode 1024]", " [passcode 2048]"]
+    assert not any(math.isnan(t["needle/correct"].iloc[0]) for t in tables.values())

@@ -11,7 +11,8 @@ import pytest
 
 from sparse_eval.report import draw, main, write_report
 from sparse_eval.results import Journal, load, write_summary
-from tests.factories import recall_rows
+from tests.factories import NAN, recall_rows
+from tests.needle_rows import answer_row
 
 SMALL: dict[str, Any] = {"num_layers": 5, "num_kv_heads": 1, "budgets": (256, 1024)}
 SUMMARY = {
@@ -194,3 +195,25 @@ def test_several_paths_are_pooled_beside_them(tmp_path, capsys):
     assert {p["label"] for p in page.data["settings"][0]["policies"]} == {"quest", "window"}
     assert main([*map(str, paths), "--out", str(tmp_path / "here")]) == 0
     assert (tmp_path / "here" / "report.html").exists()
+
+
+def test_a_sweep_over_recall_and_needle_has_both_in_the_headline(tmp_path):
+    run_folder(tmp_path / "0_recall", policies=("quest", "window"), budgets=(256,))
+    like = recall_rows(("quest",), (256,), num_layers=1, num_kv_heads=1)[0]
+    shared = {name: like[name] for name in ("model", "weights", "revision", "context")}
+    outcomes = ("correct", "correct", "correct", "empty")
+    answers = [
+        answer_row("full", NAN, 0.5, i, "correct", density=1.0, gated=False, **shared)
+        for i in range(4)
+    ]
+    answers += [
+        answer_row("quest", 256, 0.5, i, outcome, density=0.1, gated=False, **shared)
+        for i, outcome in enumerate(outcomes)
+    ]
+    Journal(tmp_path / "1_needle").append(answers)
+    page = Page(write_report(tmp_path))
+    [quest] = [row for row in page.rows if row and row[0].startswith("quest") and len(row) == 12]
+    assert quest[3] == "75% [30%, 95%], n 4"
+    [window] = [row for row in page.rows if row and row[0].startswith("window") and len(row) == 12]
+    assert window[3] == "n/a"
+    assert any("Needle" in text and "256" not in text for text in page.texts)

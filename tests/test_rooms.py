@@ -23,7 +23,7 @@ LIBRARIES = {
         "live",
         "lm_harness",
     },
-    "hydra": {"app", "compose", "settings", "__main__"},
+    "hydra": {"app", "compose", "pack", "settings", "__main__"},
     "wandb": {"tracking"},
 }
 

@@ -314,6 +314,10 @@ def test_paged_pool_equals_contiguous_bit_for_bit(backend, layout, device):
         plain = sparse_decode(**chosen, backend=backend, page_lse=True)
         for got, want in zip(paged, plain, strict=True):
             assert torch.equal(got, want)
+        aligned = chosen | {"starts": None}
+        in_tiles = triton(aligned | pools, block_table=table, block_t=16)  # one page, block a tile
+        for got, want in zip(in_tiles, triton(aligned, block_t=16), strict=True):
+            assert torch.equal(got[:2], want[:2])
 
 
 def test_pool_table_may_be_shared_by_all_rows(device):
@@ -517,10 +521,17 @@ sparse_decode_triton(q, k, k, i(2, 2, 9), i(2, 2), None, i(2), page_size=16, sca
 q, k = torch.zeros(2, 12, 256).half(), torch.zeros(9, 2, 128, 256).half()
 sparse_decode_triton(q, k, k[..., :80], i(2, 12, 9), i(2, 12), i(2), i(2), page_size=16, scale=0.1,
                      page_lse=True, block_table=i(2, 9))
+from sparse_eval.kernels.quest_select.launch import quest_select_triton, update_metadata_triton
+q, k, mid = q[..., :128].bfloat16(), k[..., :128].bfloat16(), torch.zeros(2, 2, 999, 128).bfloat16()
+quest_select_triton(q, k, mid, mid, None, i(2), page_size=64, budget=2048, sink_pages=1,
+                    local_pages=2, group="sum", scale=0.1, update=True, block_table=i(2, 9))
+update_metadata_triton(k, mid, mid, i(2), i(2), page_size=64, block_table=i(2, 9))
 """,
         TRITON_CACHE_DIR=str(tmp_path),
     )
     lines = [line.split() for line in built.splitlines()]
-    assert [line[0] for line in lines] == ["attend_split_kernel", "merge_splits_kernel"] * 2
+    attends = ["attend_split_kernel", "merge_splits_kernel"]
+    selects = ["score_kernel", "choose_kernel", "update_kernel"]
+    assert [line[0] for line in lines] == attends * 2 + selects
     assert all(int(line[1]) <= 99 * 1024 for line in lines)
     assert lines[0][2] == lines[2][2] == "True"

@@ -8,9 +8,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from sparse_eval import tracking
+from sparse_eval.results import write_summary
 from sparse_eval.tracking import NoTracker, make_tracker, run_id
 from tests.factories import recall_rows
 
@@ -40,8 +42,15 @@ def no_credentials(monkeypatch, tmp_path):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "wandb_home"))
 
 
-def tracked(folder: Path, config=CONFIG, say=print, **options):
-    return make_tracker(WANDB | options, config=config, folder=folder, task="recall", say=say)
+def tracked(folder: Path, config=CONFIG, say=print, cache_dir=None, **options):
+    return make_tracker(
+        WANDB | options,
+        config=config,
+        folder=folder,
+        task="recall",
+        say=say,
+        cache_dir=cache_dir,
+    )
 
 
 def records(folder: Path) -> Iterator:
@@ -160,6 +169,48 @@ def test_curves_have_the_budget_as_their_axis(logged):
         assert f"recall/quest/{name}" in points[0]
     assert "recall/oracle/model_read_fraction" not in points[0]
     assert logged.steps["recall/*"] == "budget_tokens"
+
+
+def test_needle_and_fidelity_have_curves_of_their_own(monkeypatch):
+    table = pd.DataFrame(
+        {
+            "policy": ["quest"],
+            "budget_tokens": [64],
+            "needle_kind": ["single"],
+            "context": [500],
+            "accuracy": [0.5],
+        }
+    )
+    monkeypatch.setattr(tracking, "split_needle", lambda frame: {"": frame})
+    monkeypatch.setattr(tracking, "summarise_needle", lambda frame: table)
+    [(curves, setting)] = tracking.curve_tables(pd.DataFrame({"task": ["needle"]}))
+    assert list(curves) == ["policy", "budget_tokens", "needle/correct"] and setting == " [single 500]"
+
+
+def test_the_same_rows_again_offline_are_not_logged_twice(tmp_path):
+    found = []
+    for name in ("first", "again"):
+        said: list[str] = []
+        tracker = tracked(tmp_path / name, say=said.append, cache_dir=tmp_path / "cache")
+        tracker.log_rows(rows())
+        tracker.finish()
+        found.append(Logged(tmp_path / name, said))
+    first, again = found
+    assert first.run.run_id == again.run.run_id
+    assert [h for h in first.history if "budget_tokens" in h] and not again.history
+    assert "not logged twice" in again.said[-1]
+
+
+def test_a_sweep_has_a_run_for_its_pictures_and_page(tmp_path):
+    folder = tmp_path / "sweep"
+    (folder / "0_job").mkdir(parents=True)
+    write_summary(folder / "0_job", {"config": {"tracking": WANDB}})
+    (folder / "plots").mkdir()
+    picture(folder / "plots" / "recall_curve.png")
+    tracking.track_sweep(folder, page(folder / "report.html"), ["-m", "budget=64,96"], print)
+    logged = Logged(folder)
+    assert logged.run.job_type == "report" and logged.run.run_group == "sweep"
+    assert logged.config["sweep"] == ["-m", "budget=64,96"] and "report" in logged.artifacts
 
 
 def test_rows_pictures_and_page_are_there(logged):

@@ -10,6 +10,7 @@ Gimelshein 2018, https://arxiv.org/abs/1805.02867.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -62,15 +63,19 @@ def attend_split_kernel(
     E: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # tokens per block of the pool
+    ONE_BLOCK: tl.constexpr,  # every tile lies in one block of the pool
     PART: tl.constexpr,  # tokens per stored part of a page's LSE; divides page and tile
     P_UNIT: tl.constexpr,  # weights enter the dot times P_UNIT, clear of fp16's floor
     INTERPRET: tl.constexpr,
+    PDL: tl.constexpr,  # the merge is launched as a programmatic dependent of this kernel
+    CHAINED: tl.constexpr,  # and this kernel as one of the kernel that writes the lists
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """Grid (B, S, num_splits). Stores m = max s, l = Σ exp(s - m), acc = Σ exp(s - m)·v."""
+    pdl_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     list_id = tl.program_id(1)
     split = tl.program_id(2)
@@ -88,6 +93,7 @@ def attend_split_kernel(
     if starts_ptr is not None:
         start = tl.load(starts_ptr + row)
     length = tl.minimum(tl.load(lengths_ptr + row), num_tokens - start)
+    pdl_wait(CHAINED)
     count = num_slots
     walk = length  # tokens to walk, the unread rest of a partial page included
     if pages_ptr is not None:
@@ -118,21 +124,21 @@ def attend_split_kernel(
     cache = (k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
     parts = (part_ptr, num_parts, mask_m)
     num_tiles = (tl.maximum(walk, 0) + BLOCK_T - 1) // BLOCK_T
-    tiles_per_split = (num_tiles + num_splits - 1) // num_splits
-    tile = split * tiles_per_split
-    end = tl.minimum(tile + tiles_per_split, num_tiles)
+    # No split takes more than one tile more than another.
+    tile = split * num_tiles // num_splits
+    end = (split + 1) * num_tiles // num_splits
     if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
         while tile < end:
             m, l, acc = attend_tile(
                 *(tile, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
-                *(PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                *(ONE_BLOCK, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
             tile += 1
     else:
         for i in tl.range(tile, end):
             m, l, acc = attend_tile(
                 *(i, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
-                *(PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                *(ONE_BLOCK, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
 
     offs_split = row_head * num_splits + split
@@ -140,6 +146,20 @@ def attend_split_kernel(
     tl.store(l_ptr + offs_split, l, mask=mask_m)
     acc_ptrs = acc_ptr + offs_split[:, None] * E + offs_e
     tl.store(acc_ptrs, acc / P_UNIT, mask=mask_m[:, None] & (offs_e < E))
+
+
+@triton.jit
+def pdl_launch(PDL: tl.constexpr):
+    """Let the next kernel of the stream take its place; it waits for this one's end by itself."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait for the end of the kernel before this one, and for all it wrote."""
+    if PDL:
+        gdc_wait()
 
 
 @triton.jit
@@ -157,6 +177,7 @@ def attend_tile(
     E: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     PART: tl.constexpr,
     P_UNIT: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -169,7 +190,9 @@ def attend_tile(
     offs_t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
-    block, token, read = locate(offs_t, lists, PAGE_SIZE, BLOCK_SIZE)
+    block, token, read = locate(
+        offs_t, tile * BLOCK_T, lists, PAGE_SIZE, BLOCK_SIZE, ONE_BLOCK, BLOCK_T
+    )
     k = tl.load(
         k_ptr + (block * stride_kb + token * stride_kn)[:, None] + offs_d * stride_kd,
         mask=read[:, None] & (offs_d < D),
@@ -202,21 +225,42 @@ def attend_tile(
 
 
 @triton.jit
-def locate(offs_t, lists, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where each token of the list lies (block, token in it; block 0 in a contiguous cache), and
-    whether it is read: in a valid slot, and live."""
+def locate(
+    offs_t,
+    first,
+    lists,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Where each token of a list's tile lies (block, token in it; block 0 in a contiguous cache),
+    and whether it is read: in a valid slot, and live. offs_t = first + arange(BLOCK_T)."""
     pages_ptr, table_ptr, start, length, count = lists
+    lowest = first  # position of the tile's first token, where one page holds the tile
     if pages_ptr is None:
         position = offs_t
         read = position < length
     else:
-        slot = offs_t // PAGE_SIZE
-        page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
-        position = page * PAGE_SIZE + offs_t % PAGE_SIZE
+        if PAGE_SIZE % BLOCK_T == 0:  # one slot a tile: a scalar, which needs no pipeline stage
+            slot = first // PAGE_SIZE
+            page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
+            lowest = page * PAGE_SIZE + first % PAGE_SIZE
+            page += tl.zeros([BLOCK_T], tl.int32)
+            position = lowest + tl.arange(0, BLOCK_T)
+        else:
+            slot = offs_t // PAGE_SIZE
+            page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
+            position = page * PAGE_SIZE + offs_t % PAGE_SIZE
         read = (page >= 0) & (page <= length // PAGE_SIZE) & (position < length)
     token = start + position
     if table_ptr is None:
         block = token * 0
+    elif ONE_BLOCK:  # one block a tile: a scalar again
+        is_read = (lowest >= 0) & (lowest < length)
+        block = tl.load(table_ptr + lowest // BLOCK_SIZE, mask=is_read, other=0)
+        block += tl.zeros([BLOCK_T], tl.int32)
+        token = token % BLOCK_SIZE
     else:
         block = tl.load(table_ptr + token // BLOCK_SIZE, mask=read, other=0)
         token = token % BLOCK_SIZE
@@ -264,6 +308,7 @@ def merge_splits_kernel(
     lse_ptr,  # [B · H]
     num_splits,
     E: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -274,6 +319,7 @@ def merge_splits_kernel(
     split = tl.arange(0, BLOCK_SPLITS)
     mask_split = split < num_splits
     offs_split = row_head * num_splits + split
+    pdl_wait(PDL)
     m_split = tl.load(m_ptr + offs_split, mask=mask_split, other=float("-inf"))
     l_split = tl.load(l_ptr + offs_split, mask=mask_split, other=0.0)
     acc = tl.load(

@@ -6,6 +6,7 @@ graph and replayed at other lengths.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -37,17 +38,23 @@ def sparse_decode_triton(
     page_lse: bool = False,
     block_t: int | None = None,
     num_splits: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    chained: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Arguments and results as in api.sparse_decode, which checks them.
 
-    block_t: tokens per tile, a power of two >= 16; num_splits <= MAX_SPLITS; None = by shape."""
+    block_t: tokens per tile, a power of two >= 16; num_splits <= MAX_SPLITS; None = by
+    shape. chained: see api."""
     (rows, heads, d), e = q.shape, v.shape[3]
     num_tokens = k.shape[2] * (1 if block_table is None else block_table.shape[1])
     lists = k.shape[1] if pages is None else pages.shape[1]
     slots = triton.cdiv(num_tokens, page_size) if pages is None else pages.shape[2]
     block_d, block_e = (max(16, triton.next_power_of_2(x)) for x in (d, e))
-    block_t = block_t or tile_tokens(max(block_d, block_e) * q.element_size())
     capacity = num_tokens if pages is None else slots * page_size
+    token_bytes = max(block_d, block_e) * q.element_size()
+    plan = plan_of(rows * lists, page_size, token_bytes, is_sparse=pages is not None)
+    block_t = block_t or plan.block_t
     num_splits = num_splits or splits_of(rows * lists, triton.cdiv(capacity, block_t), q.device)
     assert num_splits <= MAX_SPLITS and block_t >= 16
     part = min(page_size & -page_size, block_t)
@@ -66,6 +73,7 @@ def sparse_decode_triton(
     k_strides, v_strides = (
         (x.stride(0) if table is not None or len(x) > 1 else 0, *x.stride()[1:]) for x in (k, v)
     )
+    pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
         attend_split_kernel[(rows, lists, num_splits)](
             *(q, k, v, pages, counts, starts, lengths.contiguous(), table, acc, m, l, parts),
@@ -76,6 +84,9 @@ def sparse_decode_triton(
             E=e,
             PAGE_SIZE=page_size,
             BLOCK_SIZE=1 if table is None else k.shape[2],
+            ONE_BLOCK=starts is None
+            and k.shape[2] % block_t == 0
+            and (pages is None or page_size % block_t == 0),
             PART=part,
             P_UNIT=2.0**15 if q.dtype == torch.float16 else 1.0,
             INTERPRET=INTERPRETED,
@@ -83,11 +94,18 @@ def sparse_decode_triton(
             BLOCK_T=block_t,
             BLOCK_D=block_d,
             BLOCK_E=block_e,
+            PDL=pdl,
+            CHAINED=pdl and chained,
+            launch_pdl=pdl and chained,
+            num_warps=num_warps or plan.num_warps,
+            num_stages=num_stages or plan.num_stages,
             enable_fp_fusion=True,
         )
         merge_splits_kernel[(rows * heads, triton.cdiv(e, 32))](
             *(acc, m, l, out, lse, num_splits),
             E=e,
+            PDL=pdl,
+            launch_pdl=pdl,
             BLOCK_SPLITS=triton.next_power_of_2(num_splits),
             BLOCK_E=32,
             enable_fp_fusion=True,
@@ -97,15 +115,40 @@ def sparse_decode_triton(
     return out.to(q.dtype), lse, parts
 
 
-def tile_tokens(bytes_per_token: int) -> int:
-    """Tokens per tile: K and V tiles of at most TILE_BYTES; the interpreter pays per tile."""
-    return 256 if INTERPRETED else min(64, max(16, TILE_BYTES // bytes_per_token))
+@dataclass(frozen=True)
+class Plan:
+    """block_t: tokens per tile; num_stages: tiles in flight."""
+
+    block_t: int
+    num_warps: int
+    num_stages: int
+
+
+def plan_of(
+    lists: int, page_size: int, token_bytes: int, *, is_sparse: bool
+) -> Plan:
+    """Tiles by shape, measured on one H200 (docs/performance.md). token_bytes: of K or of V."""
+    if INTERPRETED:
+        return Plan(256, 4, 3)  # the interpreter pays per tile
+    is_busy = lists >= 16
+    tile = 32 if is_sparse and page_size < 64 and is_busy else 64
+    block_t = min(tile, max(16, TILE_BYTES // token_bytes))
+    # Eight warps read one long cache best, four a list of pages.
+    return Plan(block_t, 8 if is_busy and not is_sparse else 4, 4 if block_t < 64 else 3)
 
 
 def splits_of(lists: int, tiles: int, device: torch.device) -> int:
-    """Splits per list: two programs per multiprocessor, none without room for a tile of its own."""
-    wanted = triton.cdiv(2 * multiprocessors(device), max(1, lists))
-    return max(1, min(tiles, wanted, MAX_SPLITS))
+    """Splits per list: two programs per multiprocessor at most, at one go; of four tiles or more
+    each, unless that leaves multiprocessors without work."""
+    sms = multiprocessors(device)
+    useful = max(tiles // 4, min(tiles, sms // max(1, lists)))
+    return max(1, min(useful, 2 * sms // max(1, lists), MAX_SPLITS))
+
+
+@cache
+def can_overlap_launches(device: torch.device) -> bool:
+    """Programmatic dependent launch: from compute capability 9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from sparse_eval.config import NamedPolicy, Settings
 from sparse_eval.core import Row
-from sparse_eval.device import DTYPES, peak_memory_bytes
+from sparse_eval.device import peak_memory_bytes
+from sparse_eval.keep import shared_model
 from sparse_eval.live import OnSelect, patched
-from sparse_eval.models import LoadedModel, load_model, local_tokenizer, model_info
+from sparse_eval.models import LoadedModel, local_tokenizer, model_info
 from sparse_eval.policies.full import Full
 from sparse_eval.prefill import Prefilled, prefill
 from sparse_eval.prefill_store import load_prefill, save_prefill
@@ -72,9 +73,7 @@ class LiveTask(ABC):
     def loaded(self) -> LoadedModel:
         s = self.settings
         with self.progress.stage(f"loading {model_info(s.model).title}"):
-            return load_model(
-                s.model, device=s.device, dtype=DTYPES[s.dtype], model_cache=s.model_cache
-            )
+            return shared_model(s)
 
     @cached_property
     def here(self) -> Any | None:

@@ -8,12 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
+from sparse_eval.cache import make_room, making, touch
 from sparse_eval.capture import CapturedKV, load_capture
 from sparse_eval.config import NamedPolicy, Settings
 from sparse_eval.core import Row
-from sparse_eval.device import DTYPES
 from sparse_eval.evaluator import Evaluator, common_columns
-from sparse_eval.models import LoadedModel, load_model, local_tokenizer, model_info
+from sparse_eval.keep import shared_capture, shared_model
+from sparse_eval.models import LoadedModel, local_tokenizer, model_info
 from sparse_eval.progress import Progress
 from sparse_eval.prompts import Prompt, make_prompts
 from sparse_eval.provenance import code_hash, version_of
@@ -36,9 +39,7 @@ class Recall:
     def loaded(self) -> LoadedModel:
         s = self.settings
         with self.progress.stage(f"loading {model_info(s.model).title}"):
-            return load_model(
-                s.model, device=s.device, dtype=DTYPES[s.dtype], model_cache=s.model_cache
-            )
+            return shared_model(s)
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -95,23 +96,34 @@ class Recall:
         return self.settings.cache_dir / "captures" / f"{key}.safetensors"
 
     def capture(self, prompt: Prompt) -> CapturedKV:
-        """The prompt's capture, from disk if it was made before."""
-        s = self.settings
+        """The prompt's capture: this process's, from disk, or made now (by one process of those
+        that want it)."""
         key, path = cell_key(self.capture_parts(prompt)), self.capture_path(prompt)
-        if path.is_file():
-            try:
-                return load_capture(path, s.device)
-            except ValueError as error:
-                self.progress.warn(f"{error}; capturing again")
-        captured = self._record(prompt, key)
-        self._keep(captured, path)
+
+        def make() -> CapturedKV:
+            with making(path, f"capturing prompt {prompt.sample}"):
+                return self._from_disk(path) or self._keep(self._record(prompt, key), path)
+
+        return shared_capture(key, self.settings.device, make)
+
+    def _from_disk(self, path: Path) -> CapturedKV | None:
+        if not path.is_file():
+            return None
+        try:
+            captured = load_capture(path, self.settings.device)
+        except ValueError as error:
+            self.progress.warn(f"{error}; capturing again")
+            return None
+        touch(path)
         return captured
 
-    def _keep(self, captured: CapturedKV, path: Path) -> None:
+    def _keep(self, captured: CapturedKV, path: Path) -> CapturedKV:
         try:
             captured.save(path)
-        except OSError as error:
+            make_room(self.settings.cache_dir, self.settings.cache_gb, keep=path)
+        except (OSError, SafetensorError) as error:
             self.progress.warn(f"capture not kept on disk ({error}); the run goes on")
+        return captured
 
     def _record(self, prompt: Prompt, key: str) -> CapturedKV:
         from sparse_eval.record import record

@@ -1,0 +1,267 @@
+"""Two runs side by side: what differs in their configs, and in their results, sample by sample."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from sparse_eval.columns import frame_of
+from sparse_eval.paired import holm, least_p, paired
+from sparse_eval.summarise import distinct_labels, prompts_of, sparse_rows
+
+MUST_AGREE = ("schema", "dtype", "protocol", "model", "revision", "weights")
+"""Runs that differ in one of these measured different things: their samples are no pairs."""
+
+METRICS = {
+    "recall": {"mass_recall": True, "output_error": False},
+    "needle": {"correct": True, "answer_nll": False},
+    "fidelity": {"kl_mean": False, "top1_agreement": True},
+}
+"""Task -> column -> whether more is better."""
+
+IGNORED = ("provenance", "tracking", "verbose", "name", "cache_dir", "model_cache", "cache_gb")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """config: (key, A, B) of keys that differ. results: one line per task, policy, budget and
+    metric: mean_a, mean_b, difference (B less A), low, high, p, p_holm, n, better."""
+
+    config: list[tuple[str, str, str]]
+    results: pd.DataFrame
+    only_a: list[str]
+    only_b: list[str]
+
+
+def compare(
+    a: pd.DataFrame, b: pd.DataFrame, config_a: Mapping[str, Any], config_b: Mapping[str, Any]
+) -> Comparison:
+    """Pairs are the same prompt under the same policy and budget on the same capture. Raises
+    ValueError, with one line, where the runs cannot be paired."""
+    a, b = frame_of(a), frame_of(b)
+    check_pairable(a, b)
+    samples_a, samples_b = per_sample(a), per_sample(b)
+    check_captures(samples_a, samples_b)
+    keys = ["task", "policy", "budget_tokens", "what", "metric"]
+    pairs = samples_a.merge(samples_b, on=[*keys, "prompt", "capture"], suffixes=("_a", "_b"))
+    cells_a, cells_b = cells_of(samples_a), cells_of(samples_b)
+    results = pd.DataFrame(
+        [
+            line_of(key, part)
+            for key, part in pairs.groupby(keys, dropna=False, sort=False)
+            if part["value_a"].notna().any()
+        ]
+    )
+    if len(results):
+        results["p_holm"] = holm(list(results["p"]))
+    return Comparison(
+        config_difference(config_a, config_b),
+        results,
+        [cell for cell in cells_a if cell not in cells_b],
+        [cell for cell in cells_b if cell not in cells_a],
+    )
+
+
+def check_pairable(a: pd.DataFrame, b: pd.DataFrame) -> None:
+    for name in MUST_AGREE:
+        if name not in a or name not in b:
+            continue
+        first, second = (sorted(set(map(str, frame[name]))) for frame in (a, b))
+        if first != second:
+            raise ValueError(
+                f"these runs cannot be pooled or paired: {name} is {', '.join(first)} in A and "
+                f"{', '.join(second)} in B"
+            )
+
+
+def check_captures(a: pd.DataFrame, b: pd.DataFrame) -> None:
+    """A prompt that both have must be one capture: K, V and queries of another code, another
+    device or other versions are other data."""
+    of_a, of_b = (frame.groupby("prompt")["capture"].agg(set) for frame in (a, b))
+    shared = of_a.index.intersection(of_b.index)
+    differ = [prompt for prompt in shared if not of_a[prompt] & of_b[prompt]]
+    if differ:
+        first = differ[0]
+        names = (str(min(of[first]))[:12] for of in (of_a, of_b))
+        raise ValueError(
+            f"these runs cannot be pooled or paired: {len(differ)} of {len(shared)} shared prompts "
+            f"have different captures (prompt {str(first)[:12]}: {' in A, '.join(names)} in B)"
+        )
+
+
+def per_sample(rows: pd.DataFrame) -> pd.DataFrame:
+    """One value per task, policy, budget, metric and prompt: means over layers, KV heads, seeds."""
+    rows = rows.assign(prompt=prompts_of(rows), policy=distinct_labels(rows))
+    rows["capture"] = rows.get("capture_hash", "")
+    parts = []
+    for task, metrics in METRICS.items():
+        part = rows[rows["task"] == task]
+        if not len(part):
+            continue
+        if task == "recall":
+            part = sparse_rows(part)
+        if task == "needle":
+            part = part[part["outcome"].notna() & (part["role"] != "gate")]
+            part = part.assign(correct=(part["outcome"] == "correct").astype(float))
+        what = part["needle_kind"].fillna("") if "needle_kind" in part else ""
+        part = part.assign(what=what)
+        keys = ["task", "policy", "budget_tokens", "what", "prompt", "capture"]
+        for metric in metrics:
+            mean = part.groupby(keys, dropna=False, sort=False)[metric].mean()
+            parts.append(mean.rename("value").reset_index().assign(metric=metric))
+    if not parts:
+        raise ValueError(f"expected rows of {', '.join(METRICS)}, got none")
+    return pd.concat(parts, ignore_index=True)
+
+
+def cells_of(samples: pd.DataFrame) -> list[str]:
+    cells = samples[["policy", "budget_tokens"]].drop_duplicates()
+    return [f"{line.policy} at {budget_text(line.budget_tokens)}" for line in cells.itertuples()]
+
+
+def budget_text(budget: Any) -> str:
+    return "any budget" if pd.isna(budget) else f"{budget:,.0f} tokens"
+
+
+def line_of(key: Any, part: pd.DataFrame) -> dict[str, Any]:
+    task, policy, budget, what, metric = key
+    part = part.dropna(subset=["value_a", "value_b"])
+    found = paired(list(part["value_a"]), list(part["value_b"]))
+    higher = METRICS[task][metric]
+    better = "" if found.mean == 0 else ("B" if (found.mean > 0) == higher else "A")
+    return {
+        "task": task + (f" {what}" if what else ""),
+        "policy": policy,
+        "budget_tokens": budget,
+        "metric": metric,
+        "mean_a": part["value_a"].mean(),
+        "mean_b": part["value_b"].mean(),
+        "difference": found.mean,
+        "low": found.low,
+        "high": found.high,
+        "p": found.p,
+        "n": found.n,
+        "better": better,
+    }
+
+
+def config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Leaves of two configs that differ."""
+    flat_a, flat_b = flat(a), flat(b)
+    keys = dict.fromkeys([*flat_a, *flat_b])
+    return [
+        (key, flat_a.get(key, "–"), flat_b.get(key, "–"))
+        for key in keys
+        if flat_a.get(key) != flat_b.get(key) and key.split(".")[0] not in IGNORED
+    ]
+
+
+def flat(value: Any, name: str = "") -> dict[str, str]:
+    if isinstance(value, Mapping):
+        return {
+            key: text
+            for inner, item in value.items()
+            for key, text in flat(item, f"{name}.{inner}" if name else str(inner)).items()
+        }
+    return {name: str(value)}
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(k): v for k, v in line.items()} for line in table.to_dict("records")]
+
+
+def verdict(line: Mapping[str, Any]) -> str:
+    """What a line shows, in words."""
+    if line["difference"] == 0:
+        return "the same"
+    if np.isnan(line["p"]):
+        return "one sample: no test"
+    if line["p_holm"] <= 0.05:
+        return f"{line['better']} better"
+    if least_p(int(line["n"])) > 0.05:
+        return f"n too small (p ≥ {least_p(int(line['n'])):.2g})"
+    return "not told apart"
+
+
+NOTHING_SHARED = "No prompt under the same policy and budget is in both."
+
+HEAD = ("task", "policy", "budget", "metric", "A", "B", "B − A", "95 %", "p", "p (Holm)", "n", "")
+
+
+def lines(found: Comparison) -> list[list[str]]:
+    """The results as texts, under HEAD."""
+    return [
+        [
+            line["task"],
+            line["policy"],
+            budget_text(line["budget_tokens"]),
+            line["metric"],
+            f"{line['mean_a']:.4f}",
+            f"{line['mean_b']:.4f}",
+            f"{line['difference']:+.4f}",
+            "–" if np.isnan(line["low"]) else f"[{line['low']:+.4f}, {line['high']:+.4f}]",
+            "–" if np.isnan(line["p"]) else f"{line['p']:.3g}",
+            "–" if np.isnan(line["p_holm"]) else f"{line['p_holm']:.3g}",
+            str(line["n"]),
+            verdict(line),
+        ]
+        for line in records(found.results)
+    ]
+
+
+NOTE = (
+    "Paired by prompt on the same capture: mean of B − A with 95 % by Student's t, two-sided "
+    "sign-flip test, Holm's correction over all lines; n: prompts."
+)
+
+
+def print_comparison(found: Comparison, console: Console) -> None:
+    config = Table(title="What differs in the config", title_justify="left")
+    for column in ("key", "A", "B"):
+        config.add_column(column, overflow="fold")
+    for difference in found.config:
+        config.add_row(*difference)
+    console.print(config if found.config else "The configs are the same.")
+    table = Table(title="Results", caption=NOTE, title_justify="left", caption_justify="left")
+    for column in HEAD:
+        table.add_column(column, overflow="fold")
+    for line in lines(found):
+        table.add_row(*line)
+    console.print(table if len(found.results) else NOTHING_SHARED)
+    for name, only in (("A", found.only_a), ("B", found.only_b)):
+        if only:
+            console.print(f"in {name} alone: {', '.join(only)}")
+
+
+def comparison_section(found: Comparison, names: Sequence[str]) -> str:
+    """The comparison as a section of the page."""
+    parts = [
+        f'<section id="comparison"><div class="head"><h2>A against B</h2></div><p>A: '
+        f"{html.escape(names[0])}<br>B: {html.escape(names[1])}</p>",
+        html_table(("key", "A", "B"), found.config) if found.config else "<p>Same config.</p>",
+        html_table(HEAD, lines(found)) if len(found.results) else f"<p>{NOTHING_SHARED}</p>",
+        f'<p class="hint">{html.escape(NOTE)}</p>',
+    ]
+    for name, only in (("A", found.only_a), ("B", found.only_b)):
+        if only:
+            parts.append(f"<p>In {name} alone: {html.escape(', '.join(only))}</p>")
+    return "\n".join([*parts, "</section>"])
+
+
+def html_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
+        for line in body
+    )
+    return (
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )

@@ -1,0 +1,133 @@
+"""Tables for papers: the summary of every task and setting as LaTeX (booktabs) and as CSV."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sparse_eval.files import write_atomic
+from sparse_eval.summarise import split_settings, summarise_recall
+from sparse_eval.summarise_fidelity import split_fidelity, summarise_fidelity
+from sparse_eval.summarise_needle import split_needle, summarise_needle
+
+COLUMNS = {
+    "recall": {
+        "policy": "Policy",
+        "budget_tokens": "Budget (tokens)",
+        "recall": "Recall",
+        "contested": "Contested",
+        "output_error": "Output error",
+        "tokens_read": "Tokens read",
+        "model_read_fraction": "KV read (share)",
+        "n": "$n$",
+    },
+    "needle": {
+        "policy": "Policy",
+        "budget_tokens": "Budget (tokens)",
+        "accuracy": "Correct",
+        "answer_nll": "Answer NLL (nats)",
+        "page_hit": "Page hit",
+        "model_read_fraction": "KV read (share)",
+        "n": "$n$",
+    },
+    "fidelity": {
+        "policy": "Policy",
+        "budget_tokens": "Budget (tokens)",
+        "kl_mean": "KL (nats)",
+        "top1_agreement": "Same top token",
+        "model_read_fraction": "KV read (share)",
+        "n": "$n$",
+    },
+}
+INTERVALS = {
+    "recall": "$\\pm$: one standard error over the $n$ prompts.",
+    "needle": "In brackets: Wilson's 95 \\% interval of the $n$ prompts.",
+    "fidelity": "$\\pm$: one standard error over the $n$ prompts.",
+}
+
+
+def tables(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """(task, setting's name, summary) of everything that the rows hold."""
+    tasks = set(rows["task"])
+    if "recall" in tasks:
+        for name, part in split_settings(rows).items():
+            yield "recall", name, summarise_recall(part)
+    if "needle" in tasks:
+        for name, part in split_needle(rows).items():
+            for kind, table in summarise_needle(part).groupby("needle_kind", sort=False):
+                yield "needle", ", ".join(filter(None, [str(kind), name])), table
+    if "fidelity" in tasks:
+        for name, part in split_fidelity(rows).items():
+            yield "fidelity", name, summarise_fidelity(part)
+
+
+def export(
+    rows: pd.DataFrame, folder: Path, formats: Sequence[str], commands: Sequence[str]
+) -> list[Path]:
+    """Writes <folder>/<task>[_<setting>].tex and .csv. commands: how the rows were made, for a
+    comment in the LaTeX."""
+    written = []
+    for task, name, table in tables(rows):
+        end = re.sub(r"[^a-zA-Z0-9.-]+", "_", name).strip("_")
+        path = folder / f"{task}{f'_{end}' if end else ''}"
+        if "latex" in formats:
+            written.append(path.with_name(path.name + ".tex"))
+            write_atomic(written[-1], latex(task, name, table, commands).encode())
+        if "csv" in formats:
+            written.append(path.with_name(path.name + ".csv"))
+            write_atomic(written[-1], table.to_csv(index=False).encode())
+    return written
+
+
+def latex(task: str, name: str, table: pd.DataFrame, commands: Sequence[str]) -> str:
+    """A booktabs table with n and intervals."""
+    columns = {key: title for key, title in COLUMNS[task].items() if key in table}
+    body = [
+        " & ".join(latex_cell(key, line) for key in columns) + r" \\"
+        for line in table.to_dict("records")
+    ]
+    comments = [f"% made by: {command}" for command in commands]
+    setting = f"% setting: {name}" if name else "% one setting"
+    align = "l" + "r" * (len(columns) - 1)
+    return "\n".join(
+        [
+            *comments,
+            setting,
+            "% needs \\usepackage{booktabs}",
+            rf"\begin{{tabular}}{{{align}}}",
+            r"\toprule",
+            " & ".join(columns.values()) + r" \\",
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+            f"\\par\\smallskip\\footnotesize {INTERVALS[task]}",
+            "",
+        ]
+    )
+
+
+def latex_cell(key: str, line: dict[Any, Any]) -> str:
+    value = line[key]
+    if isinstance(value, str):
+        return escaped(value)
+    if math.isnan(value):
+        return "--"
+    if key in ("budget_tokens", "n"):
+        return f"{value:.0f}"
+    if key == "tokens_read":
+        return f"{value:.1f}"
+    text = f"{value:.3f}"
+    if key == "accuracy":
+        return f"{text} [{line['low']:.2f}, {line['high']:.2f}]"
+    error = line.get(f"{key}_se", math.nan)
+    return text if math.isnan(error) else f"{text} $\\pm$ {error:.3f}"
+
+
+def escaped(text: str) -> str:
+    return re.sub(r"([&%$#_{}])", r"\\\1", text).replace("~", r"\textasciitilde{}")

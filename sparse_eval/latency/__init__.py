@@ -1,0 +1,1 @@
+"""Timing decode attention on a GPU: what is timed, how, and against what."""

@@ -1,0 +1,122 @@
+"""task=latency's own settings, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparse_eval.kernels.quest_select import can_select
+from sparse_eval.policies.quest import Quest
+
+WHAT = ("sdpa", "dense", "metadata", "select", "attend", "step", "generate")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class LatencyConfig:
+    """batches, contexts: rows and tokens of each cell. graph: which launch modes. repeats: replays
+    timed. working_set: bytes the buffers rotate over, in L2 sizes. steps: attention steps in one
+    graph, at least. lists: None: scattered page lists; a path: lists replayed from that capture.
+    new_tokens: of what=generate, which decodes one row."""
+
+    what: tuple[str, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    graph: tuple[bool, ...]
+    repeats: int
+    working_set: float
+    steps: int
+    lists: Path | None
+    new_tokens: int
+    shapes: Shapes
+
+
+def latency_config(task: Mapping[str, Any], info: Any) -> LatencyConfig:
+    """info: the model's ModelInfo, whose shapes hold where the task gives none. Raises ValueError
+    in one line."""
+    what = listed("task.what", task["what"])
+    for name in what:
+        if name not in WHAT:
+            raise ValueError(f"task.what must be among {', '.join(WHAT)}, got {name!r}")
+    batches = listed("task.batches", task["batches"])
+    contexts = listed("task.contexts", task["contexts"])
+    for name, values, least in (("batches", batches, 1), ("contexts", contexts, 16)):
+        for value in values:
+            whole_number(f"task.{name}", value, least)
+    graph = listed("task.graph", task["graph"])
+    if any(not isinstance(value, bool) for value in graph):
+        raise ValueError(f"task.graph must be a list of true and false, got {graph}")
+    if isinstance(task["working_set"], bool) or not isinstance(task["working_set"], int | float):
+        raise ValueError(f"task.working_set must be a number > 0, got {task['working_set']!r}")
+    lists = task["lists"]
+    if lists != "scattered" and not Path(str(lists)).is_file():
+        raise ValueError(f"task.lists must be scattered or a capture's path, got {lists!r}")
+    return LatencyConfig(
+        what=tuple(what),
+        batches=tuple(batches),
+        contexts=tuple(contexts),
+        graph=tuple(graph),
+        repeats=whole_number("task.repeats", task["repeats"], 3),
+        working_set=float(task["working_set"]),
+        steps=whole_number("task.steps", task["steps"], 1),
+        lists=None if lists == "scattered" else Path(lists),
+        new_tokens=whole_number("task.new_tokens", task["new_tokens"], 2),
+        shapes=shapes_of(task["shapes"], info),
+    )
+
+
+def check_latency(task: Mapping[str, Any], info: Any, policy: Any, device: str) -> None:
+    """ValueError in one line for what cannot be timed here."""
+    config = latency_config(task, info)
+    if not device.startswith("cuda"):
+        raise ValueError(
+            f"task=latency needs a CUDA GPU, got device={device}: nothing is emulated, and times "
+            "on a CPU would say nothing about one"
+        )
+    if type(policy) is not Quest or policy.metadata_dtype != "auto":
+        raise ValueError(
+            "task=latency times Quest's select kernel: policy must be quest with "
+            f"metadata_dtype=auto, got {type(policy).__name__.lower()}"
+        )
+    num_pages = max(config.contexts) // policy.page_size
+    if not can_select(policy.group, num_pages):
+        raise ValueError(
+            "task=latency: the select kernel takes group max or sum and fewer than 32,768 pages, "
+            f"got group={policy.group} and {num_pages:,} pages"
+        )
+
+
+def shapes_of(given: Mapping[str, Any], info: Any) -> Shapes:
+    values = {}
+    for name in ("num_heads", "num_kv_heads", "head_dim"):
+        value = getattr(info, name) if given[name] is None else given[name]
+        if value is None:
+            raise ValueError(f"task.shapes.{name} must be given: {info.name} does not tell it")
+        values[name] = whole_number(f"task.shapes.{name}", value, 1)
+    if values["num_heads"] % values["num_kv_heads"]:
+        raise ValueError(
+            f"task.shapes.num_heads must be a multiple of num_kv_heads "
+            f"({values['num_kv_heads']}), got {values['num_heads']}"
+        )
+    return Shapes(**values)
+
+
+def listed(name: str, value: Any) -> list[Any]:
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if not values:
+        raise ValueError(f"{name} must have at least one value, got []")
+    return values
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+    return value

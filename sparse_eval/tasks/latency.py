@@ -1,0 +1,301 @@
+"""task=latency: how long a decode step's attention takes on this GPU, and what it is compared with.
+
+A cell is a batch and a context; its parts are timed in turns over the same buffers. Shapes come
+from the model's configuration, weights are never loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_eval.config import Settings
+from sparse_eval.core import Row
+from sparse_eval.device import DTYPES, describe_device, peak_memory_bytes
+from sparse_eval.latency.baselines import Attend, other_kernels, sdpa_variants, those_that_run
+from sparse_eval.latency.cell import Buffer, Cell
+from sparse_eval.latency.clock import Ceiling, Timed, Timing, measure, memory_ceiling
+from sparse_eval.latency.config import LatencyConfig, latency_config
+from sparse_eval.models import model_info
+from sparse_eval.policies.quest import Quest
+from sparse_eval.progress import Progress
+from sparse_eval.provenance import code_hash, version_of
+from sparse_eval.results import SCHEMA, CellStore, cell_key
+
+NAN = float("nan")
+PARTS = ("dense", "metadata", "select", "attend", "step")
+SCREENING_REPEATS = 3
+
+
+@dataclass
+class Latency:
+    """One run's measurement. Timings are of this machine now: no cell comes from the store."""
+
+    settings: Settings
+    progress: Progress
+    ceilings: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def config(self) -> LatencyConfig:
+        return latency_config(self.settings.task, model_info(self.settings.model))
+
+    @cached_property
+    def policy(self) -> Quest:
+        policy = self.settings.policies[0].policy
+        assert isinstance(policy, Quest)  # settings.resolve has seen to it
+        return policy
+
+    @cached_property
+    def ceiling(self) -> Ceiling:
+        with self.progress.stage("measuring the memory's ceiling"):
+            ceiling = memory_ceiling(torch.device(self.settings.device))
+        self.ceilings.update(
+            copy_terabytes_per_s=ceiling.copy / 1e12, read_terabytes_per_s=ceiling.read / 1e12
+        )
+        return ceiling
+
+    @cached_property
+    def l2_bytes(self) -> int:
+        return torch.cuda.get_device_properties(self.settings.device).L2_cache_size
+
+    def facts(self) -> dict[str, Any]:
+        """Further keys of summary.json."""
+        return {
+            "gpu": describe_device(self.settings.device),
+            "l2_bytes": self.l2_bytes,
+            "ceiling": self.ceilings,
+        }
+
+    def run(self, store: CellStore) -> Iterator[list[Row]]:
+        c = self.config
+        torch.manual_seed(self.settings.seed)
+        cells = [(b, n) for b in c.batches for n in c.contexts]
+        parts = [what for what in c.what if what != "generate"]
+        if parts:
+            with self.progress.bar("timing", len(cells), unit="cells") as tick:
+                for batch, context in cells:
+                    yield self.measured(batch, context)
+                    torch.cuda.empty_cache()
+                    tick(1)
+        if "generate" in c.what:
+            for context in c.contexts:
+                yield self.generated(context)
+                torch.cuda.empty_cache()
+
+    def cell(self, batch: int, context: int) -> Cell:
+        s = self.settings
+        return Cell(
+            batch=batch,
+            context=context,
+            shapes=self.config.shapes,
+            dtype=DTYPES[s.dtype],
+            policy=self.policy,
+            budget=s.budgets[0],
+            device=torch.device(s.device),
+        )
+
+    @torch.inference_mode()
+    def measured(self, batch: int, context: int) -> list[Row]:
+        """All rows of one cell: every part and baseline, as a graph and eager."""
+        started = time.perf_counter()
+        ceiling, cell = self.ceiling, self.cell(batch, context)
+        working_set = int(self.config.working_set * self.l2_bytes)
+        parts = [what for what in PARTS if what in self.config.what]
+        baselines = "sdpa" in self.config.what
+        needed = {what: cell.num_buffers(what, working_set) for what in [*parts, "dense"]}
+        lists = self.lists_for(cell)
+        buffers = [cell.buffer(lists) for _ in range(max(needed.values()))]
+        steps = cell.work(buffers)
+        dense = self.baselines(cell, buffers) if baselines else {}
+        rows: list[Row] = []
+        for graph in self.config.graph:
+            work = {what: self.timed(steps[what], needed[what], graph) for what in parts}
+            for name, attend in dense.items():
+                work[name] = self.timed(over(attend, buffers), needed["dense"], graph)
+            timings = measure(work, repeats=self.config.repeats, seed=self.settings.seed)
+            rows += self.rows_of(cell, timings, list(dense), graph, needed, ceiling)
+        spent = time.perf_counter() - started
+        return [row | {"seconds": spent / len(rows)} for row in rows]
+
+    def timed(self, step: Callable[[int], object], num_buffers: int, graph: bool) -> Timed:
+        rounds = -(-self.config.steps // num_buffers)
+        return Timed(step, num_buffers, rounds * num_buffers, graph)
+
+    def baselines(self, cell: Cell, buffers: list[Buffer]) -> dict[str, Attend]:
+        """The fastest SDPA variant, found by a short trial, and what else can be imported."""
+        x = buffers[0]
+        truth = reference_attention(x)
+        variants = those_that_run(sdpa_variants(), x.q, x.k, x.v, truth)
+        others = those_that_run(other_kernels(), x.q, x.k, x.v, truth)
+        if not variants:
+            raise RuntimeError("no SDPA backend runs on these shapes")
+        trial = {name: Timed(over(f, buffers), 1, 1, True) for name, f in variants.items()}
+        tried = measure(trial, repeats=SCREENING_REPEATS, warmup=1)
+        best = min(tried, key=lambda name: tried[name].median_us)
+        return {f"sdpa {best}": variants[best], **others}
+
+    def lists_for(self, cell: Cell) -> Callable[[], tuple[Tensor, Tensor]]:
+        path = self.config.lists
+        if path is None:
+            return cell.scattered_lists
+        from sparse_eval.latency.replay import captured_lists, replayed
+
+        lists = captured_lists(path, self.policy, cell.budget, self.settings.device)
+        return replayed(lists, cell, path)
+
+    def rows_of(
+        self,
+        cell: Cell,
+        timings: dict[str, Timing],
+        dense: list[str],
+        graph: bool,
+        needed: dict[str, int],
+        ceiling: Ceiling,
+    ) -> list[Row]:
+        sdpa_us = min((timings[n].median_us for n in dense if n.startswith("sdpa")), default=NAN)
+        all_dense = [timings[n].median_us for n in (*dense, "dense") if n in timings]
+        best_us = min(all_dense, default=NAN)
+        rows = []
+        for name, t in timings.items():
+            what = "sdpa" if name.startswith("sdpa") else name
+            kind = what if what in needed else "dense"
+            moved = cell.bytes_of(kind)
+            rate = moved / t.median_us * 1e6
+            rows.append(
+                self.common(cell.batch, cell.context)
+                | {
+                    "what": what,
+                    "graph": graph,
+                    "l2_resident": needed[kind] * moved <= self.l2_bytes,
+                    "median_us": t.median_us,
+                    "p10_us": t.p10_us,
+                    "p90_us": t.p90_us,
+                    "bytes": moved,
+                    "terabytes_per_s": rate / 1e12,
+                    "ceiling_fraction": rate / ceiling.best,
+                    "baseline": name if name in dense else "",
+                    "speedup_vs_sdpa": sdpa_us / t.median_us,
+                    "speedup_vs_best": best_us / t.median_us,
+                    "model_speedup_bound": self.model_bound(cell, ceiling, best_us, t)
+                    if what == "step"
+                    else NAN,
+                    "buffers": needed[kind],
+                }
+            )
+        return rows
+
+    def model_bound(self, cell: Cell, ceiling: Ceiling, dense_us: float, step: Timing) -> float:
+        """What a model's decode step can gain at most: weights read once at the ceiling, every
+        layer's best dense attention against dense layers plus this step on the others."""
+        info = model_info(self.settings.model)
+        if not (info.num_parameters and info.num_layers):
+            return NAN
+        weights_us = info.num_parameters * cell.dtype.itemsize / ceiling.best * 1e6
+        num_dense = len([i for i in self.settings.dense_layers if i < info.num_layers])
+        sparse_us = num_dense * dense_us + (info.num_layers - num_dense) * step.median_us
+        return (weights_us + info.num_layers * dense_us) / (weights_us + sparse_us)
+
+    def generated(self, context: int) -> list[Row]:
+        """The patched loop and the dense one, one row each; the median is per token."""
+        from sparse_eval.latency.generate import decode_times, random_model
+
+        s, info = self.settings, model_info(self.settings.model)
+        num_layers = info.num_layers or 28
+        model = random_model(self.config.shapes, num_layers, context, s.device, DTYPES[s.dtype])
+        ids = torch.randint(3, 250, (context,), device=s.device)
+        with self.progress.stage(f"generating after {context:,} tokens"):
+            times = decode_times(
+                model,
+                ids,
+                self.policy,
+                s.budgets[0],
+                new_tokens=self.config.new_tokens,
+                dense_layers=s.dense_layers,
+            )
+        return [
+            self.common(1, context)
+            | {
+                "what": "generate",
+                "graph": False,
+                "l2_resident": False,
+                "median_us": t.median_us,
+                "p10_us": t.p10_us,
+                "p90_us": t.p90_us,
+                "tokens_per_second": 1e6 / t.median_us,
+                "baseline": "dense loop" if name == "dense" else "",
+                "speedup_vs_sdpa": times["dense"].median_us / t.median_us,
+            }
+            for name, t in times.items()
+        ]
+
+    def common(self, batch: int, context: int) -> Row:
+        s, c, info = self.settings, self.config, model_info(self.settings.model)
+        named = s.policies[0]
+        return {
+            "schema": SCHEMA,
+            "task": "latency",
+            "model": info.label,
+            "revision": info.revision,
+            "weights": "none: shapes only",
+            "policy": named.label,
+            "policy_config": self.policy.config(),
+            "adaptive": False,
+            "budget_tokens": s.budgets[0],
+            "page_size": self.policy.page_size,
+            "sink_pages": self.policy.sink_pages,
+            "local_pages": self.policy.local_pages,
+            "context": context,
+            "protocol": s.protocol["name"],
+            "dense_layers": list(s.dense_layers),
+            "backend": s.backend,
+            "device": describe_device(s.device),
+            "dtype": s.dtype,
+            "seed": s.seed,
+            "batch": batch,
+            "num_heads": c.shapes.num_heads,
+            "num_kv_heads": c.shapes.num_kv_heads,
+            "head_dim": c.shapes.head_dim,
+            "lists": "scattered" if c.lists is None else str(c.lists),
+            "cell_key": self.key(batch, context),
+            "peak_memory": peak_memory_bytes(s.device),
+        }
+
+    def key(self, batch: int, context: int) -> str:
+        s = self.settings
+        return cell_key(
+            {
+                "task": s.task,
+                "shapes": vars(self.config.shapes),
+                "cell": [batch, context],
+                "config": self.policy.config(),
+                "budget": s.budgets[0],
+                "device": describe_device(s.device),
+                "dtype": s.dtype,
+                "versions": {name: version_of(name) for name in ("torch", "triton")},
+                "code": code_hash(),
+            }
+        )
+
+
+def over(attend: Attend, buffers: list[Buffer]) -> Callable[[int], object]:
+    def step(i: int) -> object:
+        x = buffers[i]
+        return attend(x.q, x.k, x.v)
+
+    return step
+
+
+def reference_attention(x: Buffer) -> Tensor:
+    """Dense attention in float32, one row at a time: [B, H, D]."""
+    kv_heads, scale = x.k.shape[1], x.q.shape[2] ** -0.5
+    rows = []
+    for q, k, v in zip(x.q, x.k, x.v, strict=True):
+        s = scale * q.float().unflatten(0, (kv_heads, -1)) @ k.float().mT
+        rows.append((s.softmax(-1) @ v.float()).flatten(0, 1))
+    return torch.stack(rows)

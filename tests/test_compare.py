@@ -1,0 +1,143 @@
+"""Two runs compared sample by sample, and tables and figures for papers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from sparse_eval.compare import compare, records, verdict
+from sparse_eval.export import latex
+from sparse_eval.paired import holm, least_p, paired, sign_flip_p, t_quantile
+from sparse_eval.report import main
+from sparse_eval.results import Journal, write_summary
+from sparse_eval.summarise import summarise_recall
+from tests.factories import recall_rows
+
+CONFIG = {"page_size": 16, "model": {"name": "synthetic"}, "seed": 0}
+
+
+def rows(shift: float = 0.0, n: int = 6, **common) -> pd.DataFrame:
+    made = recall_rows(
+        ("quest", "window"), (256, 512), num_samples=n, num_layers=4, num_kv_heads=1, **common
+    )
+    return pd.DataFrame([row | {"mass_recall": row["mass_recall"] - shift} for row in made])
+
+
+def test_students_quantiles_are_the_tables():
+    for freedom, value in (
+        (1, 12.706),
+        (2, 4.303),
+        (3, 3.182),
+        (4, 2.776),
+        (9, 2.262),
+        (30, 2.042),
+    ):
+        assert t_quantile(0.975, freedom) == pytest.approx(value, abs=5e-4)
+
+
+def test_the_sign_flip_test_counts_every_sign():
+    assert sign_flip_p([1, 1, 1, 1, 1]) == 2 / 32 == least_p(5)
+    assert sign_flip_p([1, -1]) == 1
+    values = [0.3, -0.1, 0.2, 0.5]
+    sums = [
+        abs(sum(s * v for s, v in zip(signs, values, strict=True)))
+        for signs in itertools.product((1, -1), repeat=4)
+    ]
+    assert sign_flip_p(values) == sum(x >= abs(sum(values)) - 1e-9 for x in sums) / 16
+    assert sign_flip_p([1.0] * 30) < 1e-3
+
+
+def test_one_sample_has_no_test_and_none_is_an_error():
+    found = paired([0.5], [0.7])
+    assert found.mean == pytest.approx(0.2) and math.isnan(found.p) and math.isnan(found.low)
+    with pytest.raises(ValueError, match="at least one"):
+        paired([], [])
+
+
+def test_holm_multiplies_by_what_is_left():
+    assert holm([0.01, 0.04, float("nan"), 0.03])[:2] == pytest.approx([0.03, 0.06])
+
+
+def test_runs_are_paired_by_prompt():
+    found = compare(rows(), rows(0.01), CONFIG, CONFIG | {"page_size": 32})
+    assert found.config == [("page_size", "16", "32")]
+    recall = found.results[found.results["metric"] == "mass_recall"]
+    assert list(recall["difference"]) == pytest.approx([-0.01] * 4)
+    assert set(recall["better"]) == {"A"} and set(recall["n"]) == {6}
+    assert recall["p"].max() == least_p(6) < 0.05
+    errors = found.results[found.results["metric"] == "output_error"]
+    assert all(verdict(line) == "the same" for line in records(errors))
+
+
+def test_what_few_samples_cannot_show_is_said():
+    found = compare(rows(n=3), rows(0.01, n=3), CONFIG, CONFIG)
+    [line, *_] = records(found.results)
+    assert verdict(line) == "n too small (p ≥ 0.25)"
+
+
+def test_cells_of_one_run_alone_are_listed():
+    only_quest = rows().query("policy == 'quest'")
+    found = compare(rows(), only_quest, CONFIG, CONFIG)
+    assert found.only_a == ["window at 256 tokens", "window at 512 tokens"] and not found.only_b
+
+
+@pytest.mark.parametrize("name", ["dtype", "protocol", "capture_hash", "schema"])
+def test_runs_that_measured_other_things_are_refused(tmp_path, capsys, name):
+    other = 2 if name == "schema" else "other"
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path, common in zip(paths, ({}, {name: other}), strict=True):
+        Journal(path).append(rows(**common).to_dict("records"))  # type: ignore[arg-type]
+    assert main([str(path) for path in paths]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1
+    assert "cannot be pooled" in told or "this version reads" in told
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly */")
+    paths = []
+    for name, shift in (("a", 0.0), ("b", 0.01)):
+        Journal(tmp_path / name).append(rows(shift, n=10).to_dict("records"))  # type: ignore[arg-type]
+        summary = {"command": f"python -m sparse_eval name={name}", "config": {"name": name}}
+        write_summary(tmp_path / name, summary)
+        paths.append(str(tmp_path / name))
+    return paths
+
+
+def test_the_command_prints_and_keeps_the_comparison(two, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sparse_eval.report.draw", lambda rows, folder: [])
+    assert main(two) == 0
+    told = capsys.readouterr().out
+    assert "A better" in told and "Holm" in told
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "A against B" in page and "sign-flip" in page
+
+
+def test_figures_and_tables_for_papers(two):
+    assert main([two[0], "--format", "html,pdf,svg,latex,csv"]) == 0
+    folder = Path(two[0])
+    for name in ("recall_curve", "recall_by_budget", "recall_heatmap"):
+        assert (folder / "plots" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+        svg = (folder / "plots" / f"{name}.svg").read_text()
+        assert "<text" in svg and "recall" in svg
+    table = (folder / "tables" / "recall.tex").read_text()
+    assert "% made by: python -m sparse_eval name=a" in table
+    assert r"\toprule" in table and r"$\pm$" in table and "& 10 \\\\" in table
+    numbers = pd.read_csv(folder / "tables" / "recall.csv")
+    assert list(numbers["n"]) == [10] * 4
+
+
+def test_names_are_safe_in_latex():
+    made = rows().assign(policy="mean_std:a=5%")
+    assert r"mean\_std:a=5\%" in latex("recall", "", summarise_recall(made), [])
+
+
+def test_an_unknown_format_is_one_line(two, capsys):
+    assert main([two[0], "--format", "docx"]) == 2
+    assert "--format must be of html, pdf, svg, latex, csv" in capsys.readouterr().err

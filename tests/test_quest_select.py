@@ -1,0 +1,306 @@
+"""Quest's selection and step: the Triton kernels against the torch policy and the reference."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_eval.core import AttentionCall
+from sparse_eval.kernels.quest_select import quest_select, update_metadata
+from sparse_eval.kernels.quest_step import quest_step
+from sparse_eval.kernels.sparse_decode import sparse_decode
+from sparse_eval.policies.quest import Quest
+
+SELECT: Any = quest_select
+STEP: Any = quest_step
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    if request.param == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip(
+            "the kernel is compiled in this process: set TRITON_INTERPRET=1 to interpret it"
+        )
+    return request.param
+
+
+def make_call(
+    device: str,
+    lengths: list[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    integers: bool = True,
+    kv_heads: int = 2,
+    group_size: int = 3,
+    head_dim: int = 24,
+    tokens: int = 200,
+    starts: list[int] | None = None,
+    shared: bool = False,
+    seed: int = 0,
+) -> AttentionCall:
+    """Rows over a random cache; integers make every score exact, with many ties."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        values = torch.randint(-2, 3, shape, generator=rng) if integers else None
+        real = torch.randn(shape, generator=rng) if values is None else values
+        return real.to(device, dtype)
+
+    rows = len(lengths)
+    cache = (1 if shared else rows, kv_heads, tokens, head_dim)
+    return AttentionCall(
+        q_BHD=draw(rows, kv_heads * group_size, head_dim),
+        k_BGND=draw(*cache),
+        v_BGNE=draw(*cache),
+        lengths_B=torch.tensor(lengths, dtype=torch.int32, device=device),
+        starts_B=None if starts is None else torch.tensor(starts, device=device).int(),
+        scale=0.25,
+        layer=0,
+    )
+
+
+def policy(**fields: Any) -> Quest:
+    return Quest(**{"select_backend": "torch", **fields})
+
+
+def select(call: AttentionCall, quest: Quest, state: Any, budget: int, **options: Any) -> Any:
+    return SELECT(
+        *(call.q_BHD, call.k_BGND, state.center_BGPD, state.spread_BGPD),
+        *(call.starts_B, call.lengths_B),
+        **rule_of(quest, call, budget),
+        **{"backend": "triton", **options},
+    )
+
+
+def rule_of(quest: Quest, call: AttentionCall, budget: int) -> dict[str, Any]:
+    return {
+        "page_size": quest.page_size,
+        "budget": budget,
+        "sink_pages": quest.sink_pages,
+        "local_pages": quest.local_pages,
+        "group": quest.group,
+        "scale": call.scale,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", ["max", "sum"])
+def test_selects_exactly_the_pages_of_the_torch_policy(group, dtype, device):
+    quest = policy(group=group)
+    for lengths in ([1, 0, 16], [40, 64, 65], [200, 97, 128]):
+        call = make_call(device, lengths, dtype=dtype)
+        state = quest.init(call)
+        want = quest.select(call, state, 64)
+        for backend in ("triton", "torch"):
+            pages, counts = select(call, quest, state, 64, backend=backend)
+            assert torch.equal(pages, want.pages_BSK)
+            assert torch.equal(counts, want.counts_BS)
+
+
+def test_real_scores_select_equal_mass(device):
+    call = make_call(device, [200, 150], dtype=torch.bfloat16, integers=False)
+    quest = policy()
+    state = quest.init(call)
+    want = quest.select(call, state, 80)
+    pages, counts = select(call, quest, state, 80)
+    attend: dict[str, Any] = {"page_size": 16, "scale": call.scale, "backend": "torch"}
+    tensors = (call.q_BHD, call.k_BGND, call.v_BGNE)
+    _, lse = sparse_decode(*tensors, pages, counts, None, call.lengths_B, **attend)
+    _, lse_want = sparse_decode(
+        *tensors, want.pages_BSK, want.counts_BS, None, call.lengths_B, **attend
+    )
+    torch.testing.assert_close(lse, lse_want, rtol=0, atol=1e-4)
+
+
+def test_padded_rows_and_rows_of_one_cache(device):
+    quest = policy(page_size=8, sink_pages=2, local_pages=1)
+    padded = make_call(device, [190, 96, 33], starts=[3, 5, 9])
+    replay = make_call(device, [180, 181, 184, 8], shared=True)
+    for call in (padded, replay):
+        state = quest.init(call)
+        want = quest.select(call, state, 48)
+        pages, counts = select(call, quest, state, 48)
+        assert torch.equal(pages, want.pages_BSK) and torch.equal(counts, want.counts_BS)
+
+
+def test_all_equal_scores_take_the_lowest_pages(device):
+    call = make_call(device, [200])
+    call.k_BGND.fill_(1)
+    quest = policy(sink_pages=0, local_pages=1)
+    pages, counts = select(call, quest, quest.init(call), 5 * 16)
+    assert pages.tolist() == [[[0, 1, 2, 3, 12]] * 2] and counts.tolist() == [[5, 5]]
+
+
+def test_a_nan_page_comes_last_and_infinite_ones_first(device):
+    call = make_call(device, [160], group_size=1)
+    call.q_BHD.fill_(1)
+    quest = policy(sink_pages=0, local_pages=1)
+    state = quest.init(call)
+    state.center_BGPD[:, :, 2], state.spread_BGPD[:, :, 5] = torch.nan, torch.inf
+    want = quest.select(call, state, 9 * 16)
+    pages, _ = select(call, quest, state, 9 * 16)
+    assert torch.equal(pages, want.pages_BSK)
+    assert 2 not in pages[0, 0] and 5 in pages[0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_metadata_of_a_full_page_is_written_in_place_and_covers_its_keys(dtype, device):
+    for starts in (None, [7, 0]):
+        call = make_call(device, [96, 65], dtype=dtype, integers=False, starts=starts)
+        truth = policy().init(call)
+        arguments = (call.k_BGND, call.starts_B, call.lengths_B)
+        for backend in ("triton", "torch"):
+            mid = truth.center_BGPD.clone()
+            half = truth.spread_BGPD.clone()
+            for x in (mid, half):
+                x[0, :, 5] = x[1, :, 3] = 77
+            k, start, length = arguments
+            update_metadata(k, mid, half, start, length, page_size=16, backend=backend)
+            for row, full in ((0, 6), (1, 4)):
+                assert torch.equal(mid[row, :, :full], truth.center_BGPD[row, :, :full])
+                assert torch.equal(half[row, :, :full], truth.spread_BGPD[row, :, :full])
+
+
+def test_a_policy_that_extends_by_kernel_selects_as_one_that_rebuilds(device):
+    call = make_call(device, [61], tokens=100)
+    by_kernel, rebuilt = policy(select_backend="triton"), policy()
+    state = by_kernel.init(call)
+    for length in range(62, 100):
+        call.lengths_B.fill_(length)
+        by_kernel.extend(state, call)
+        got = by_kernel.select(call, state, 64)
+        want = rebuilt.select(call, rebuilt.init(call), 64)
+        assert torch.equal(got.pages_BSK, want.pages_BSK)
+
+
+def test_a_step_is_update_select_and_attend(device):
+    call = make_call(device, [96, 200, 0], dtype=torch.bfloat16, integers=False)
+    quest = policy()
+    truth = quest.init(call)
+    mid, half = truth.center_BGPD.clone(), truth.spread_BGPD.clone()
+    mid[0, :, 5], half[0, :, 5] = 99, 0
+    tensors = (call.q_BHD, call.k_BGND, call.v_BGNE)
+    rule = rule_of(quest, call, 64) | {"backend": "triton"}
+    out, lse, pages, counts = STEP(*tensors, mid, half, None, call.lengths_B, **rule)
+    again = STEP(*tensors, mid, half, None, call.lengths_B, **rule)
+    assert all(torch.equal(x, y) for x, y in zip(again, (out, lse, pages, counts), strict=True))
+    assert torch.equal(mid[0, :, 5], truth.center_BGPD[0, :, 5])
+    want = select(call, quest, truth, 64)
+    assert torch.equal(pages, want[0]) and torch.equal(counts, want[1])
+    near, near_lse = sparse_decode(
+        *(*tensors, pages, counts, None, call.lengths_B),
+        page_size=16,
+        scale=call.scale,
+        backend="torch",
+    )
+    torch.testing.assert_close(out.float(), near.float(), rtol=0, atol=2e-2)
+    torch.testing.assert_close(lse, near_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_over_a_shuffled_pool_equals_the_contiguous_one_bit_for_bit(device):
+    call = make_call(device, [96, 77], dtype=torch.bfloat16, integers=False, tokens=96)
+    quest = policy()
+    state = quest.init(call)
+    call.k_BGND[1, :, :32], call.v_BGNE[1, :, :32] = call.k_BGND[0, :, :32], call.v_BGNE[0, :, :32]
+    state = quest.init(call)
+    table = torch.tensor([[4, 1, 0], [4, 3, 2]], dtype=torch.int32, device=device)
+    pools = []
+    for x in (call.k_BGND, call.v_BGNE):
+        pool = torch.full((5, 2, 32, 24), torch.nan, dtype=x.dtype, device=device)
+        for row in range(2):
+            for block in range(3):
+                pool[table[row, block]] = x[row, :, 32 * block : 32 * block + 32]
+        pools.append(pool)
+    rule = rule_of(quest, call, 64) | {"backend": "triton"}
+
+    def run(k: Tensor, v: Tensor, **options: Any) -> Any:
+        mid, half = state.center_BGPD.clone(), state.spread_BGPD.clone()
+        mid[0, :, 5] = 55  # page 5 of row 0 has just filled: the step writes it
+        args = (call.q_BHD, k, v, mid, half, None, call.lengths_B)
+        return (*STEP(*args, **rule, **options), mid, half)
+
+    paged, plain = run(*pools, block_table=table), run(call.k_BGND, call.v_BGNE)
+    for got, want in zip(paged, plain, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_one_step_stays_right_while_the_cache_grows():
+    call = make_call("cuda", [4000, 3000], dtype=torch.bfloat16, head_dim=128, tokens=4200)
+    quest = policy(page_size=64)
+    state = quest.init(call)
+    mid, half = state.center_BGPD, state.spread_BGPD
+    args = (call.q_BHD, call.k_BGND, call.v_BGNE, mid, half, None, call.lengths_B)
+    rule = rule_of(quest, call, 1024) | {"backend": "triton"}
+    STEP(*args, **rule)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = STEP(*args, **rule)
+    for _ in range(130):  # both rows fill two pages
+        call.lengths_B.add_(1)
+        call.q_BHD.copy_(torch.randn_like(call.q_BHD))
+        graph.replay()
+        kept = [x.clone() for x in results]
+        rebuilt = quest.init(call)
+        want = STEP(
+            *(call.q_BHD, call.k_BGND, call.v_BGNE, rebuilt.center_BGPD, rebuilt.spread_BGPD),
+            *(None, call.lengths_B),
+            **rule,
+        )
+        assert all(torch.equal(x, y) for x, y in zip(kept, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_long_caches_select_as_the_torch_policy_does(page_size):
+    quest = policy(page_size=page_size)
+    call = make_call(
+        "cuda", [65536, 60001], dtype=torch.bfloat16, head_dim=128, group_size=6, tokens=65536
+    )
+    state = quest.init(call)
+    want = quest.select(call, state, 2048)
+    pages, counts = select(call, quest, state, 2048)
+    assert torch.equal(pages, want.pages_BSK) and torch.equal(counts, want.counts_BS)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a group rule": ({"group": "softmax_sum"}, "group must be one of max, sum"),
+    "a small budget": ({"budget": 47}, "budget must be an integer >= 48"),
+    "no local page": ({"local_pages": 0}, "local_pages must be an integer >= 1"),
+    "a page of nothing": ({"page_size": 0}, "page_size must be an integer >= 1"),
+    "a backend": ({"backend": "cuda"}, "backend must be one of"),
+    "lengths as int64": ({"lengths": torch.ones(1).long()}, "lengths must be int32"),
+    "other heads": ({"mid": torch.zeros(1, 3, 13, 24)}, "mid and half must both be"),
+    "a query": ({"q": torch.zeros(1, 5, 24)}, "q must be"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments_are_refused_in_one_line(what):
+    change, message = BAD[what]
+    call = make_call("cpu", [200])
+    state = policy().init(call)
+    good = {
+        "q": call.q_BHD,
+        "k": call.k_BGND,
+        "mid": state.center_BGPD,
+        "half": state.spread_BGPD,
+        "starts": None,
+        "lengths": call.lengths_B,
+        **rule_of(policy(), call, 64),
+        "backend": "torch",
+    }
+    with pytest.raises(ValueError, match=message) as failure:
+        quest_select(**good | change)
+    assert "\n" not in str(failure.value)
+
+
+def test_a_rule_the_kernel_lacks_is_refused_not_replaced():
+    with pytest.raises(ValueError, match="select_backend triton takes group max or sum"):
+        Quest(group="softmax_sum", select_backend="triton")
+    with pytest.raises(ValueError, match="select_backend must be one of"):
+        Quest(select_backend="cuda")
