@@ -48,6 +48,7 @@ def test_accuracy_and_outcomes_by_hand():
     assert quest["n"] == 10 and quest["accuracy"] == 0.6
     assert (quest["correct"], quest["fabricated"], quest["truncated"]) == (6, 2, 2)
     assert quest["low"] < 0.6 < quest["high"]
+    assert quest["same_as_dense"] == 0.6
     # wordings take turns: 0 2 of 4, 1 2 of 3, 2 2 of 3
     assert quest["wording_spread"] == pytest.approx(2 / 3 - 1 / 2)
 
