@@ -164,6 +164,7 @@ def test_contexts_resolve_fractions_each_for_itself(tmp_path):
         ("task.measure_recall=perhaps", "task.measure_recall must be true or false"),
         ("task.contexts=[4090]", "context must be <="),
         ("budget=32", "budget must be >= 48 tokens"),
+        ("prompts=transcripts", "prompts must be docs, kjv, file or dataset for task=needle"),
     ],
 )
 def test_bad_settings_are_one_line(tmp_path, override, message):
