@@ -51,6 +51,8 @@ def answer_row(
         "wording": sample % 3,
         "chat": "none",
         "outcome": outcome,
+        "output": " 48217." if outcome == "correct" else f" {policy}.",
+        "dense_output": " 48217.",
         "answer_nll": 0.2 if outcome == "correct" else 9.0,
         "page_hit": share,
         "page_hit_chance": share,

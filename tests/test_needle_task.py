@@ -95,7 +95,7 @@ def test_a_run_measures_every_arm_of_every_prompt_on_one_prefill_each(finished):
 
 
 def test_a_second_run_takes_its_cells_from_the_store_and_loads_no_model(finished, monkeypatch):
-    monkeypatch.setattr("sparse_eval.tasks.live_task.load_model", None)
+    monkeypatch.setattr("sparse_eval.tasks.live_task.shared_model", None)
     again = rows_of(task(finished.folder, "task.depths=[1]"), finished.folder)
     first = [row for row in finished.rows if row["depth"] == 1]
     assert repr(again) == repr(first)
@@ -164,6 +164,7 @@ def test_contexts_resolve_fractions_each_for_itself(tmp_path):
         ("task.measure_recall=perhaps", "task.measure_recall must be true or false"),
         ("task.contexts=[4090]", "context must be <="),
         ("budget=32", "budget must be >= 48 tokens"),
+        ("prompts=transcripts", "prompts must be docs, kjv, file or dataset for task=needle"),
     ],
 )
 def test_bad_settings_are_one_line(tmp_path, override, message):

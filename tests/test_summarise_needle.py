@@ -48,6 +48,7 @@ def test_accuracy_and_outcomes_by_hand():
     assert quest["n"] == 10 and quest["accuracy"] == 0.6
     assert (quest["correct"], quest["fabricated"], quest["truncated"]) == (6, 2, 2)
     assert quest["low"] < 0.6 < quest["high"]
+    assert quest["same_as_dense"] == 0.6
     # wordings take turns: 0 2 of 4, 1 2 of 3, 2 2 of 3
     assert quest["wording_spread"] == pytest.approx(2 / 3 - 1 / 2)
 
@@ -60,6 +61,13 @@ def test_a_difference_that_n_cannot_resolve_is_not_called_one():
     large = line(summary({"full": "c" * 20, "quest": "c" * 10 + "f" * 10}), "quest")
     assert large["verdict"] == "below dense" and large["p_value"] < 0.05
     assert large["difference"] == -0.5 and large["diff_high"] < 0
+
+
+def test_not_inferior_takes_enough_prompts_without_a_loss():
+    few = line(summary({"full": "c" * 20, "quest": "c" * 20}), "quest")
+    assert few["verdict"] == "no difference resolved"
+    many = line(summary({"full": "c" * 30, "quest": "c" * 30}), "quest")
+    assert many["verdict"] == "not inferior (0.1)"
 
 
 def test_better_than_dense_is_a_warning():

@@ -184,9 +184,8 @@ def test_needle_and_fidelity_have_curves_of_their_own(monkeypatch):
     monkeypatch.setattr(tracking, "split_needle", lambda frame: {"": frame})
     monkeypatch.setattr(tracking, "summarise_needle", lambda frame: table)
     [(curves, setting)] = tracking.curve_tables(pd.DataFrame({"task": ["needle"]}))
-    assert (
-        list(curves) == ["policy", "budget_tokens", "needle/correct"] and setting == " [single 500]"
-    )
+    assert list(curves) == ["policy", "budget_tokens", "needle/correct"]
+    assert setting == " [single 500]"
 
 
 def test_the_same_rows_again_offline_are_not_logged_twice(tmp_path):

@@ -74,6 +74,10 @@ def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]
     task, protocol = cfg["task"], cfg["protocol"]["name"]
     if task["name"] == "needle":
         needle = needle_config(task, context=context, n=cfg["prompts"]["n"], protocol=protocol)
+        if cfg["prompts"]["source"] == "transcripts":
+            raise ValueError(
+                "prompts must be docs, kjv, file or dataset for task=needle, got 'transcripts'"
+            )
         return [(tokens, needle.most_new_tokens) for tokens in needle.contexts]
     if protocol != "decode":
         raise ValueError(

@@ -12,6 +12,8 @@ import pandas as pd
 from sparse_eval.reporting.proportions import Pairs, smallest_resolvable
 
 SIGNIFICANCE = 0.05
+MARGIN = 0.1
+"""A share of correct answers less than dense's by no more than this is not inferior."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def verdict(pairs: Pairs) -> str:
     if math.isnan(smallest_resolvable(pairs.n, SIGNIFICANCE)):
         return f"not ranked: n = {pairs.n}"
     if pairs.p_value >= SIGNIFICANCE:
-        return "no difference resolved"
+        lower = pairs.interval(1 - 2 * SIGNIFICANCE).low  # one-sided
+        return f"not inferior ({MARGIN:g})" if lower > -MARGIN else "no difference resolved"
     return "below dense" if pairs.difference < 0 else "ABOVE dense: suspect the set-up"
 
 

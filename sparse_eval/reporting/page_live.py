@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +20,14 @@ from sparse_eval.reporting.summarise_needle import (
     noise_floor,
     split_needle,
     summarise_needle,
+)
+from sparse_eval.reporting.tables_live import (
+    TextTable,
+    answers_table,
+    comparison_table,
+    fidelity_table,
+    floor_line,
+    gate_lines,
 )
 
 
@@ -44,7 +51,8 @@ def live_page(
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
 img-src data:">
 <title>{title}: {named}</title><style>{style}
-td, th {{ text-align: left; }} figure {{ margin: 8px 0; }} figure img {{ max-width: 100%; }}
+.left {{ text-align: left; }} .right {{ text-align: right; }}
+figure {{ margin: 8px 0; }} figure img {{ max-width: 100%; }} p.hint {{ margin: 6px 0 14px; }}
 </style></head><body>
 <header><p class="eyebrow">sparse_eval · {named}</p><h1>{title}</h1></header>
 <main>
@@ -60,23 +68,22 @@ def section(title: str, *parts: str) -> str:
     return f'<section><div class="head"><h2>{html.escape(title)}</h2></div>{body}</section>\n'
 
 
-def table_of(table: pd.DataFrame) -> str:
-    """A table of texts and numbers, four significant digits."""
-    head = "".join(f"<th>{html.escape(str(name))}</th>" for name in table.columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(short(value))}</td>" for value in line) + "</tr>"
-        for line in table.itertuples(index=False, name=None)
-    )
+def table_of(table: TextTable) -> str:
+    """A table with what its columns mean below."""
+    left = {0, *(table.head.index(name) for name in table.left)}
+
+    def cells(tag: str, line: Sequence[str]) -> str:
+        sides = ["left" if i in left else "right" for i in range(len(line))]
+        return "".join(
+            f'<{tag} class="{side}">{html.escape(text)}</{tag}>'
+            for side, text in zip(sides, line, strict=True)
+        )
+
+    body = "".join(f"<tr>{cells('td', line)}</tr>" for line in table.lines)
     return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{cells("th", table.head)}</tr></thead>'
+        f'<tbody>{body}</tbody></table></div><p class="hint">{html.escape(table.note)}</p>'
     )
-
-
-def short(value: Any) -> str:
-    if isinstance(value, float):
-        return "–" if math.isnan(value) else f"{value:,.4g}"
-    return str(value)
 
 
 def needle_sections(rows: pd.DataFrame) -> list[str]:
@@ -86,23 +93,14 @@ def needle_sections(rows: pd.DataFrame) -> list[str]:
         where = f"protocol {first['protocol']}, chat {first['chat']}" + (
             f", {name}" if name else ""
         )
-        floor = noise_floor(part)
-        for (kind, context), table in summarise_needle(part).groupby(
-            ["needle_kind", "context"], sort=False
-        ):
-            dropped = ["needle_kind", "context", "is_dense"]
-            title = f"Needle {KINDS[str(kind)].label}, {context:,} tokens, {where}"
-            sections.append(section(title, table_of(table.drop(columns=dropped))))
-        sections.append(
-            section(
-                f"Dense gate, {where}",
-                table_of(gate_table(part)),
-                f"<p>Noise floor: stock SDPA against dense through the shared kernel on "
-                f"{floor['n']} prompts: the true answer's NLL differs by "
-                f"{floor['nll_difference']:.1e} nats at most, {floor['same_choice']:.1%} of next "
-                "tokens are the same.</p>",
-            )
-        )
+        grid = summarise_needle(part).groupby(["needle_kind", "context"], sort=False)
+        for (kind, context), table in grid:
+            title = f"Needle {KINDS[str(kind)].label}, {context:,} tokens of {first['prompts']}"
+            tables = table_of(answers_table(table)), table_of(comparison_table(table))
+            sections.append(section(f"{title}, {where}", *tables))
+        floor = f"<p>{html.escape(floor_line(noise_floor(part)))}</p>"
+        gate = table_of(gate_lines(gate_table(part)))
+        sections.append(section(f"Dense gate and noise floor, {where}", gate, floor))
     return [*sections, section("What the outcomes mean", outcome_list())]
 
 
@@ -117,7 +115,7 @@ def fidelity_sections(rows: pd.DataFrame) -> list[str]:
     return [
         section(
             "Fidelity" + (f", {name}" if name else ""),
-            table_of(summarise_fidelity(part).drop(columns="is_dense")),
+            table_of(fidelity_table(summarise_fidelity(part))),
         )
         for name, part in split_fidelity(rows).items()
     ]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
 from sparse_eval.cli.config import Settings
 from sparse_eval.core import Row
+from sparse_eval.reporting.show_needle import grid_of
 from sparse_eval.reporting.summarise_fidelity import split_fidelity, summarise_fidelity
+from sparse_eval.reporting.tables_live import fidelity_table
 from sparse_eval.storage.columns import names
 from sparse_eval.tasks.live_task import arms_of
 
@@ -54,42 +54,15 @@ def samples(rows: list[Row]) -> list[dict[str, Any]]:
 
 def print_results(rows: list[Row], settings: Settings, console: Console) -> None:
     for part in split_fidelity(pd.DataFrame(rows)).values():
-        table = summarise_fidelity(part)
+        first, table = part.iloc[0], summarise_fidelity(part)
+        title = (
+            f"Fidelity, {first['context']:,} tokens of {first['prompts']}: {first['model']} "
+            f"{first['weights']}, protocol {first['protocol']}"
+        )
         console.print()
-        console.print(grid_of(table, part.iloc[0]))
+        console.print(grid_of(fidelity_table(table), title))
         dense = table[table["is_dense"]].iloc[0]
         console.print(
             f"noise floor: stock SDPA, fed in one piece, against dense through the shared kernel: "
             f"KL {dense['stock_kl_mean']:.1e}, {dense['stock_agreement']:.1%} of next tokens equal"
         )
-
-
-def grid_of(table: pd.DataFrame, first: pd.Series) -> Table:
-    num_long, num = table["long_tokens"].max(), table["tokens"].max()
-    grid = Table(
-        title=f"Fidelity, {first['model']} {first['weights']}, {first['context']:,} tokens of "
-        f"{first['prompts']}, protocol {first['protocol']}",
-        caption=f"{num:.0f} tokens of {table['n'].max()} prompts, {num_long:.0f} of them need the "
-        "long context; KL(dense || policy) and NLL in nats, means over prompts",
-        title_justify="left",
-        caption_justify="left",
-    )
-    grid.add_column("policy")
-    for name in ("budget", "KV read", "KL mean", "KL p99", "same top 1", "NLL (dense)"):
-        grid.add_column(name, justify="right")
-    for name in ("long: KL mean", "long: same top 1", "long: NLL (dense)"):
-        grid.add_column(name, justify="right")
-    for line in table.to_dict("records"):
-        grid.add_row(
-            line["policy"],
-            "all" if math.isnan(line["budget_tokens"]) else f"{line['budget_tokens']:,.0f}",
-            f"{line['model_read_fraction']:.1%}",
-            f"{line['kl_mean']:.4f}",
-            f"{line['kl_p99']:.3f}",
-            f"{line['top1_agreement']:.1%}",
-            f"{line['nll_sparse']:.3f} ({line['nll_dense']:.3f})",
-            f"{line['long_kl_mean']:.4f}",
-            f"{line['long_top1_agreement']:.1%}",
-            f"{line['long_nll_sparse']:.3f} ({line['long_nll_dense']:.3f})",
-        )
-    return grid

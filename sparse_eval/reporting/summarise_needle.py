@@ -83,6 +83,7 @@ def summarise_needle(rows: pd.DataFrame) -> pd.DataFrame:
 
     accuracy, low, high: over all n measured prompts, Wilson 95 %. Counts of each outcome. Means of
     AVERAGED; answer_nll_se over prompts. wording_spread: best less worst wording's accuracy.
+    same_as_dense: share of answers that are dense's own, letter for letter.
     Compared, over the pairs prompts that passed the gate: difference (policy less dense), diff_low,
     diff_high (Tango 95 %), p_value (exact McNemar), resolvable (the smallest difference that test
     can tell from none). verdict in words. rank: 1 + the policies at this budget that are
@@ -137,6 +138,7 @@ def arm_line(part: pd.DataFrame) -> dict[str, Any]:
         "low": interval.low,
         "high": interval.high,
         "wording_spread": float(by_wording.max() - by_wording.min()),
+        "same_as_dense": float((part["output"] == part["dense_output"]).mean()),
         **{name: float(part[name].mean()) for name in AVERAGED},
         "answer_nll_se": part["answer_nll"].astype(float).std(ddof=1) / math.sqrt(n),
         **{name: int((part["outcome"] == name).sum()) for name in OUTCOMES},
