@@ -176,7 +176,7 @@ class LiveTask(ABC):
             "task": s.task["name"],
             "prompt_hash": prompt_hash,
             "prompts": s.prompts["source"],
-            "model": info.name,
+            "model": info.label,
             "revision": info.revision,
             "weights": info.weights,
             "policy": arm.label,
