@@ -114,7 +114,11 @@ def test_a_packed_sweep_measures_what_the_unpacked_one_does(go, tmp_path):
 def test_a_sweep_loads_the_model_and_captures_each_prompt_once(go, tmp_path, monkeypatch):
     keep.release()
     calls: list[str] = []
-    for place, name in (("keep", "load_model"), ("record", "record"), ("prefill", "prefill")):
+    for place, name in (
+        ("storage.keep", "load_model"),
+        ("record", "record"),
+        ("prefill", "prefill"),
+    ):
         original = getattr(__import__(f"sparse_eval.{place}", fromlist=[name]), name)
 
         def counted(*a: Any, _do: Any = original, _name: str = name, **k: Any) -> Any:

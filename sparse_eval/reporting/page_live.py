@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -123,6 +124,19 @@ def fidelity_sections(rows: pd.DataFrame) -> list[str]:
 
 def latency_sections(rows: pd.DataFrame) -> list[str]:
     return [
-        section(f"Latency, {name}", table_of(latency_table(part)))
+        section(f"Latency, {name}", table_of(as_text(latency_table(part))))
         for name, part in split_latency(rows[rows["task"] == "latency"]).items()
     ]
+
+
+def as_text(table: pd.DataFrame) -> TextTable:
+    """A table of texts and numbers: four significant digits, n/a for what was not measured."""
+    lines = [[short(value) for value in line] for line in table.itertuples(index=False, name=None)]
+    texts = [name for name in table.columns if not pd.api.types.is_numeric_dtype(table[name])]
+    return TextTable([str(name) for name in table.columns], lines, "", tuple(map(str, texts)))
+
+
+def short(value: Any) -> str:
+    if isinstance(value, float):
+        return "n/a" if math.isnan(value) else f"{value:.4g}"
+    return str(value)
