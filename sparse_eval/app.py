@@ -188,6 +188,7 @@ def summarise(
 
 def main(checked: Checked) -> None:
     """Hand validated words to Hydra; after a sweep, put together what its jobs left."""
+    register_resolvers()  # a new id: two runs of one process in one second are two folders
     SWEEP.folder, SWEEP.composer = None, checked.composer
     SWEEP.jobs = checked.jobs if checked.is_sweep else []
     check_writable(checked)
