@@ -7,6 +7,7 @@ page; it is always read. Only full pages carry metadata. Shapes: see sparse_eval
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -20,11 +21,14 @@ from sparse_eval.core import AttentionCall
 @dataclass(frozen=True)
 class Selection:
     """The pages each row reads. pages_BSK: int32, ascending, valid ids first, then -1.
-    counts_BS: int32, valid ids per row. S = G: a group shares its pages; S = H: one list a head."""
+    counts_BS: int32, valid ids per row. S = G: a group shares its pages; S = H: one list a head.
+    wanted_BH: where a group reads the union of what its query heads chose, the live tokens that
+    each head chose for itself (int64); None where heads do not choose apart."""
 
     pages_BSK: Tensor
     counts_BS: Tensor
     page_size: int
+    wanted_BH: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,14 @@ class Policy(ABC, Generic[StateT]):
             )
         return budget
 
+    def local_pages_at(self, budget: int | None) -> int:
+        """Newest pages always read at a budget: local_pages, more for policies that share it out."""
+        return self.local_pages
+
     def config(self) -> dict[str, Any]:
-        """Every field by name: what a row's policy_config records."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """Every field by name: what a row's policy_config records. Infinities are text: JSON has
+        none."""
+        return {f.name: finite_or_text(getattr(self, f.name)) for f in fields(self)}
 
     def init(self, call: AttentionCall, prompt_queries_BWHD: Tensor | None = None) -> StateT:
         """State for the cache as it stands: call.lengths_B live tokens per row, newest included.
@@ -127,6 +136,11 @@ class Policy(ABC, Generic[StateT]):
 
     def observe(self, state: StateT, call: AttentionCall, result: Attended) -> None:  # noqa: B027
         """After attention: history policies learn from what it gave."""
+
+    def attended_keys(self, call: AttentionCall, state: StateT) -> Tensor:
+        """The keys that attention over the selection sees: the cache's own, unless the method
+        attends with others. Like call.k_BGND; the batch may be B where the cache's is 1."""
+        return call.k_BGND
 
     @abstractmethod
     def select(self, call: AttentionCall, state: StateT, budget: int | None) -> Selection:
@@ -151,6 +165,18 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
+def check_number(name: str, value: Any, least: float, most: float = math.inf) -> None:
+    """A number in [least, most]; infinity only where most is."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
+        accepted = f">= {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+        raise ValueError(f"{name} must be a number {accepted}, got {value!r}")
+
+
+def finite_or_text(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
+
+
 def num_pages_of(tokens: int, page_size: int) -> int:
     """Pages that hold `tokens` tokens, a partial one counted."""
     return -(-tokens // page_size)
@@ -171,6 +197,12 @@ def full_BP(call: AttentionCall, page_size: int, num_pages: int) -> Tensor:
     """True for pages whose every token is live: those with metadata."""
     last_token = torch.arange(1, num_pages + 1, device=call.device) * page_size
     return last_token <= call.lengths_B[:, None]
+
+
+def held_BP(call: AttentionCall, page_size: int, num_pages: int) -> Tensor:
+    """Live tokens in each page."""
+    first = torch.arange(num_pages, device=call.device) * page_size
+    return (call.lengths_B.long()[:, None] - first).clamp(0, page_size)
 
 
 def fits_B(call: AttentionCall, budget: int) -> Tensor:

@@ -19,7 +19,12 @@ class MeanStd(ChannelScorePolicy):
     """Center and spread are the mean and the (population) standard deviation of the page's keys."""
 
     def summary(self, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        exact = torch.promote_types(keys.dtype, torch.float32)
-        mean = keys.mean(-2, keepdim=True, dtype=exact)
-        std = (keys - mean).square().mean(-2).sqrt()
-        return mean.squeeze(-2).to(dtype), std.to(dtype)
+        return mean_and_std(keys, dtype)
+
+
+def mean_and_std(keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Over the tokens of keys [..., page_size, D], computed in float32 or wider."""
+    exact = torch.promote_types(keys.dtype, torch.float32)
+    mean = keys.mean(-2, keepdim=True, dtype=exact)
+    std = (keys - mean).square().mean(-2).sqrt()
+    return mean.squeeze(-2).to(dtype), std.to(dtype)

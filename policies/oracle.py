@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from sparse_eval.core import AttentionCall
-from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.policies.base import Policy, Selection, State, check_flag
+from sparse_eval.policies.exact import page_masses
 from sparse_eval.policies.topk import top_pages
 
 
@@ -35,13 +35,7 @@ class Oracle(Policy[State]):
         return 1
 
     def select(self, call: AttentionCall, state: State, budget: int | None) -> Selection:
-        _, lse_BH, page_lse_BHP = sparse_decode(
-            *(call.q_BHD, call.k_BGND, call.v_BGNE, None, None, call.starts_B, call.lengths_B),
-            page_size=self.page_size,
-            scale=call.scale,
-            backend="triton" if call.q_BHD.is_cuda else "torch",
-            page_lse=True,
-        )
+        page_lse_BHP, lse_BH = page_masses(call, self.page_size)
         mass = (page_lse_BHP - lse_BH[..., None]).exp()
         if not self.per_head:
             mass = mass.unflatten(1, (call.num_kv_heads, -1)).mean(2)

@@ -1,7 +1,7 @@
 """Policies that score each page against the query: from a score per query head to a selection.
 
 A score is in units of the logits, scale · q·k, and speaks of full pages only: the current page has
-no metadata and is always read.
+no metadata and is always read. Scores that combine with any rule are in score.py.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ import torch
 from torch import Tensor
 
 from sparse_eval.core import AttentionCall
-from sparse_eval.policies.base import (
-    Policy,
-    Selection,
-    State,
-    StateT,
-    check_one_of,
-    full_BP,
-    newest_full_page,
-    num_pages_of,
-    pages_of_keys,
+from sparse_eval.policies.base import Policy, Selection, StateT, check_one_of, full_BP
+from sparse_eval.policies.metadata import (
+    METADATA_DTYPES,
+    ChannelState,
+    build_metadata,
+    channel_logits,
+    extend_metadata,
+    metadata_dtype,
 )
+from sparse_eval.policies.metadata import query_page_products as query_page_products
 from sparse_eval.policies.topk import top_pages
 
 GROUP_RULES = ("max", "sum", "softmax_sum", "per_head")
-METADATA_DTYPES = ("auto", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +53,6 @@ class PageScorePolicy(Policy[StateT]):
         return top_pages(shared, call, self, budget)
 
 
-@dataclass
-class ChannelState(State):
-    """Per channel of each full page: a centre and a spread >= 0, [B, G, P, D]."""
-
-    center_BGPD: Tensor
-    spread_BGPD: Tensor
-    paged: ClassVar[tuple[str, ...]] = ("center_BGPD", "spread_BGPD")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChannelScorePolicy(PageScorePolicy[ChannelState]):
     """Scores a page by scale · (q·center + |q|·spread): two matrix products.
@@ -81,39 +70,16 @@ class ChannelScorePolicy(PageScorePolicy[ChannelState]):
         """Center and spread over the tokens of keys [..., page_size, D], stored in dtype."""
 
     def init(self, call: AttentionCall, prompt_queries_BWHD: Tensor | None = None) -> ChannelState:
-        keys = pages_of_keys(call, self.page_size)
-        state = ChannelState(*self.summary(keys, self._dtype(keys)))
-        state.grow(num_pages_of(call.capacity, self.page_size))
-        return state
+        return build_metadata(ChannelState, call, self.page_size, self._summary)
 
     def extend(self, state: ChannelState, call: AttentionCall) -> None:
-        state.grow(num_pages_of(call.capacity, self.page_size))
-        page_B, keys_BGLD = newest_full_page(call, self.page_size)
-        row = torch.arange(page_B.shape[0], device=call.device)
-        center, spread = self.summary(keys_BGLD, self._dtype(keys_BGLD))
-        state.center_BGPD[row, :, page_B] = center
-        state.spread_BGPD[row, :, page_B] = spread
+        extend_metadata(state, call, self.page_size, self._summary)
 
     def score(self, call: AttentionCall, state: ChannelState) -> Tensor:
-        center = query_page_products(call.q_BHD, state.center_BGPD)
-        spread = query_page_products(call.q_BHD.abs(), state.spread_BGPD)
-        return call.scale * (center + spread)
+        return channel_logits(call, state)
 
-    def _dtype(self, keys: Tensor) -> torch.dtype:
-        return keys.dtype if self.metadata_dtype == "auto" else torch.float32
-
-
-def query_page_products(q_BHD: Tensor, x_BGPD: Tensor) -> Tensor:
-    """q·x for each head and page: [B, H, P] in float32 (float64 stays); x's batch may be 1."""
-    dtype = torch.promote_types(q_BHD.dtype, torch.float32)
-    num_rows, num_heads, head_dim = q_BHD.shape
-    num_kv_heads, num_pages = x_BGPD.shape[1:3]
-    q = q_BHD.to(dtype).reshape(num_rows, num_kv_heads, -1, head_dim)
-    x_BGDP = x_BGPD.to(dtype).transpose(-1, -2)
-    if x_BGDP.shape[0] == 1:  # rows share one cache: one product per KV head, not one per row
-        flat = q.transpose(0, 1).reshape(num_kv_heads, -1, head_dim) @ x_BGDP[0]
-        return flat.unflatten(1, (num_rows, -1)).transpose(0, 1).reshape(num_rows, num_heads, -1)
-    return (q @ x_BGDP).reshape(num_rows, num_heads, num_pages)
+    def _summary(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        return self.summary(keys, metadata_dtype(keys, self.metadata_dtype))
 
 
 def share_in_group(logit_BHP: Tensor, num_kv_heads: int, rule: str, full_BP: Tensor) -> Tensor:

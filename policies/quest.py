@@ -14,7 +14,8 @@ from torch import Tensor
 from sparse_eval.core import AttentionCall
 from sparse_eval.kernels.quest_select import can_select, quest_select, update_metadata
 from sparse_eval.policies.base import Selection, check_one_of, num_pages_of
-from sparse_eval.policies.page_score import ChannelScorePolicy, ChannelState
+from sparse_eval.policies.metadata import ChannelState
+from sparse_eval.policies.page_score import ChannelScorePolicy
 
 SELECT_BACKENDS = ("auto", "torch", "triton")
 SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -32,6 +32,12 @@ def top_pages(
     score_BSP: float, higher is better, NaN last; what it says of forced or unseen pages is ignored.
     Raises ValueError if the budget cannot hold the forced pages."""
     budget = policy.checked(budget)
+    keep = top_BSP(score_BSP, call, policy, budget)
+    return selection_from_mask(keep, policy.page_size, num_pages_of(budget, policy.page_size))
+
+
+def top_BSP(score_BSP: Tensor, call: AttentionCall, policy: Policy, budget: int) -> Tensor:
+    """True for the pages that top_pages reads."""
     num_selected = budget // policy.page_size
     num_pages = score_BSP.shape[-1]
     assert num_pages * policy.page_size >= call.k_BGND.shape[2], "state must be extended each step"
@@ -46,8 +52,7 @@ def top_pages(
         keep = best_BSP(score, num_selected) & visible
     else:
         keep = best_per_head_BHP(score, num_selected, call.num_kv_heads) & visible
-    keep = keep | (fits_B(call, budget)[:, None, None] & visible)
-    return selection_from_mask(keep, policy.page_size, num_pages_of(budget, policy.page_size))
+    return keep | (fits_B(call, budget)[:, None, None] & visible)
 
 
 def best_BSP(score_BSP: Tensor, num_selected: int) -> Tensor:
