@@ -106,7 +106,7 @@ def ties_go_to_the_lowest_page(subject: Subject) -> None:
     length = num_pages * policy.page_size
     text = subject.texts(1, length)[0]
     equal = replace(text, k_GND=torch.ones_like(text.k_GND))
-    local = policy.local_pages if policy.realisable else 1
+    local = policy.local_pages_at(budget) if policy.realisable else 1
     kept = set(range(num_pages - local, num_pages))
     kept |= set(range(budget // policy.page_size - local))
     for pages in first_step(policy, [equal], [length], budget)[0]:

@@ -127,7 +127,7 @@ def sinks_and_local_pages_are_read(x: Sample) -> None:
         raise Skip("bound by the current page alone")
     for _, current, pages, where in x.rows:
         sinks = range(min(x.policy.sink_pages, current + 1))
-        local = range(max(current + 1 - x.policy.local_pages, 0), current + 1)
+        local = range(max(current + 1 - x.policy.local_pages_at(x.budget), 0), current + 1)
         missing = sorted({*sinks, *local} - set(pages))
         expect(not missing, f"{where}, sink or local pages {missing} are missing")
 
