@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ METRICS = (
     "lse_error",
     "page_overlap_oracle",
     "tokens_read",
+    "density_head",
+    "output_error_attend",
+    "lse_error_attend",
 )
 
 
@@ -164,9 +167,30 @@ class Evaluator:
             selection = policy.select(call, recorder, budget)  # type: ignore[arg-type]
             touched = recorder.touched
         out, lse = self.attend(call, selection, page_size=policy.page_size)
-        return AttendedLayer(
+        x = AttendedLayer(
             call, selection, out, lse, self._state_bytes(policy, call, state, touched)
         )
+        is_dense = layer in self.dense_layers
+        return x if is_dense else self._attend_as_the_method_does(policy, x, state)
+
+    def _attend_as_the_method_does(
+        self, policy: Policy, x: AttendedLayer, state: State
+    ) -> AttendedLayer:
+        """Beside exact keys: attention over the keys that the policy attends with, if it has its
+        own, step by step, since a page changes them when it fills."""
+        first = self.capture.step_call(x.call.layer, 0)
+        per_token = ledger.attended_token_bytes(policy, first, state)
+        if per_token is None:
+            return x
+        outs, lses = [], []
+        for step in range(self.capture.num_queries):
+            call = self.capture.step_call(x.call.layer, step)
+            call = replace(call, k_BGND=policy.attended_keys(call, state))
+            out, lse = self.attend(call, row_of(x.selection, step), page_size=policy.page_size)
+            outs.append(out)
+            lses.append(lse)
+        own = OwnKeys(torch.cat(outs), torch.cat(lses), per_token)
+        return replace(x, own_keys=own)
 
     def _select_by_step(
         self, policy: Policy, budget: int | None, layer: int
@@ -197,6 +221,7 @@ class Evaluator:
         mask_TSP = ledger.page_mask(stack_selections([x.selection for x in layers]), num_pages)
         lengths = call.lengths_B.repeat(len(layers))
         tokens = ledger.tokens_read(ledger.union_of_group(mask_TSP, heads), lengths, size)
+        wanted_LTH = wanted_tokens(layers, mask_TSP, lengths, size)
         mask_TSP = mask_TSP.unflatten(0, (len(layers), -1))
         recall = metrics.mass(lse_TH, truth.lse_TH)
         forced = (truth.page_mass_THP * forced_BP(call, policy, num_pages)[:, None]).sum(-1)
@@ -211,6 +236,8 @@ class Evaluator:
             metrics.mean_per_kv_head(truth.lse_TH - lse_TH, heads),
             overlap.unflatten(-1, (heads, -1)).mean(-1),
             tokens.unflatten(0, (len(layers), -1)).double().mean(1),
+            metrics.mean_per_kv_head(wanted_LTH, heads) / call.lengths_B.double().mean(),
+            *own_keys_errors(layers, truth, heads),
         ]
         return torch.stack(values, 1)
 
@@ -263,10 +290,32 @@ class Evaluator:
                 "queries": self.capture.num_queries,
                 "density": row["tokens_read"] / length,
                 "bytes_kv": row["tokens_read"] * per_token,
+                "bytes_kv_attend": self._bytes_as_attended(policy, x, row["tokens_read"]),
                 "bytes_metadata": x.state_bytes if readable else float("nan"),
                 "bytes_dense": length * per_token,
                 "bytes_stored": kept * per_token + x.state_bytes,
             }
+
+
+    def _bytes_as_attended(self, policy: Policy, x: AttendedLayer, tokens_read: float) -> float:
+        """Of keys that the policy made itself, and of V; NaN where it reads the cache's. The page
+        that still fills is read as it is cached."""
+        if x.own_keys is None:
+            return float("nan")
+        lengths = self._host_lengths()
+        partial = sum(n % policy.page_size for n in lengths) / len(lengths)
+        per_token = ledger.token_bytes(x.call.k_BGND, x.call.v_BGNE)
+        return (tokens_read - partial) * x.own_keys.token_bytes + partial * per_token
+
+
+@dataclass(frozen=True)
+class OwnKeys:
+    """What attention over the same selection gives with the keys that the policy attends with.
+    token_bytes: of one such token, K and V, in one KV head."""
+
+    out_THE: Tensor
+    lse_TH: Tensor
+    token_bytes: float
 
 
 @dataclass(frozen=True)
@@ -279,9 +328,46 @@ class AttendedLayer:
     out_THE: Tensor
     lse_TH: Tensor
     state_bytes: float
+    own_keys: OwnKeys | None = None
 
     def shapes(self) -> tuple[Any, ...]:
-        return (self.out_THE.shape, self.call.num_kv_heads, self.selection.pages_BSK.shape[1])
+        own = (self.own_keys is None, self.selection.wanted_BH is None)
+        lists = self.selection.pages_BSK.shape[1]
+        return (self.out_THE.shape, self.call.num_kv_heads, lists, own)
+
+
+def wanted_tokens(
+    layers: Sequence[AttendedLayer], mask_TSP: Tensor, lengths_T: Tensor, page_size: int
+) -> Tensor:
+    """Live tokens that each query head chose for itself, [layers, T, H]; NaN where heads of a group
+    do not choose apart. mask_TSP, lengths_T: of all layers, one after the other."""
+    call, wanted = layers[0].call, [x.selection.wanted_BH for x in layers]
+    if wanted[0] is not None:
+        return torch.stack([x for x in wanted if x is not None])
+    tokens_TS = ledger.tokens_read(mask_TSP, lengths_T, page_size).double()
+    if mask_TSP.shape[1] < call.num_heads:
+        tokens_TS = torch.full_like(tokens_TS, torch.nan).repeat_interleave(call.group_size, 1)
+    return tokens_TS.unflatten(0, (len(layers), -1))
+
+
+def own_keys_errors(
+    layers: Sequence[AttendedLayer], truth: Truth, num_kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """output_error and lse_error [layers, G] with the keys that the policy attends with, NaN where
+    it has none of its own."""
+    own = [x.own_keys for x in layers if x.own_keys is not None]
+    if not own:
+        missing = truth.lse_TH.new_full((len(layers), num_kv_heads), torch.nan).double()
+        return missing, missing
+    out_THE, lse_TH = (torch.stack([getattr(x, n) for x in own]) for n in ("out_THE", "lse_TH"))
+    error = metrics.output_error(out_THE, truth.out_THE, num_kv_heads)
+    return error, metrics.mean_per_kv_head(truth.lse_TH - lse_TH, num_kv_heads)
+
+
+def row_of(selection: Selection, row: int) -> Selection:
+    """One row's selection."""
+    one = slice(row, row + 1)
+    return Selection(selection.pages_BSK[one], selection.counts_BS[one], selection.page_size)
 
 
 def alike(layers: Sequence[AttendedLayer]) -> list[list[AttendedLayer]]:
@@ -300,7 +386,9 @@ def stack_selections(selections: Sequence[Selection]) -> Selection:
         for s in selections
     ]
     counts = torch.cat([s.counts_BS for s in selections])
-    return Selection(torch.cat(pages), counts, selections[0].page_size)
+    wanted = [s.wanted_BH for s in selections if s.wanted_BH is not None]
+    all_wanted = torch.cat(wanted) if len(wanted) == len(selections) else None
+    return Selection(torch.cat(pages), counts, selections[0].page_size, all_wanted)
 
 
 def check_recall(rows: Iterable[Row]) -> None:

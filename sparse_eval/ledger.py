@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_eval.policies.base import Selection, State
+from sparse_eval.core import AttentionCall
+from sparse_eval.policies.base import Policy, Selection, State
 
 
 def page_mask(selection: Selection, num_pages: int) -> Tensor:
@@ -61,3 +62,16 @@ def state_bytes(state: State, names: set[str], num_kv_heads: int, live_pages: fl
 def token_bytes(k_BGND: Tensor, v_BGNE: Tensor) -> int:
     """Bytes of one token's K and V in one KV head, as cached."""
     return k_BGND.shape[-1] * k_BGND.element_size() + v_BGNE.shape[-1] * v_BGNE.element_size()
+
+
+def attended_token_bytes(policy: Policy, call: AttentionCall, state: State) -> float | None:
+    """Bytes of one token of a full page in one KV head where attention sees keys made from state:
+    the state tensors touched to make them, and V. None where it reads the cache's own K and V."""
+    recorder = ReadRecorder(state)
+    policy.attended_keys(call, recorder)  # type: ignore[arg-type]
+    if not recorder.touched:
+        return None
+    page = state_bytes(state, recorder.touched, call.num_kv_heads, 1)
+    page -= state_bytes(state, recorder.touched, call.num_kv_heads, 0)
+    v = call.v_BGNE
+    return page / policy.page_size + v.shape[-1] * v.element_size()

@@ -67,6 +67,11 @@ def patched(
         )
     if budget is None and not (policy.adaptive or policy.dense):
         raise ValueError(f"{type(policy).__name__} needs a budget in tokens, got None")
+    if budget is not None and policy.adaptive:
+        raise ValueError(
+            f"{type(policy).__name__} is adaptive and takes no budget (its cap is max_tokens), "
+            f"got budget={budget}"
+        )
     live = Live(
         policy=policy,
         budget=budget,
@@ -246,7 +251,7 @@ class Live:
         wants_history = self.policy.evidence == "history"
         result = sparse_decode(
             q_BHD,
-            key,
+            self.policy.attended_keys(call, state),
             value,
             selection.pages_BSK,
             selection.counts_BS,
@@ -289,6 +294,7 @@ class Live:
                 selection.page_size,
                 CachedLayer.of(self._cached(layer), call.k_BGND, call.v_BGNE),
                 state_bytes(call, state, recorder.touched),
+                ledger.attended_token_bytes(self.policy, call, state),
             )
         self.trace.note(self.trace.layers[layer], call, selection, self.budget)
         if self.on_select is not None:

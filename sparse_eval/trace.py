@@ -66,12 +66,16 @@ class NotedStep:
 
 @dataclass
 class LayerTrace:
-    """What one layer read through the policy, summed over rows, KV heads and steps."""
+    """What one layer read through the policy, summed over rows, KV heads and steps.
+
+    own_token_bytes: of one token in one KV head, where attention sees keys that the policy made
+    itself; the page that still fills is read as it is cached."""
 
     num_kv_heads: int
     page_size: int
     cached: CachedLayer
     state: StateBytes
+    own_token_bytes: float | None = None
     calls: int = 0
     pending: list[NotedStep] = field(default_factory=list)
     _lists: int = 0
@@ -105,11 +109,18 @@ class LayerTrace:
         self._tokens_read += int(read_BG.sum())
         self._tokens_live += int(lengths.sum()) * self.num_kv_heads
         self._left_out += int((left_out & is_long).sum())
-        self._bytes_kv += float(cached_read.sum()) * self.cached.token_bytes
+        self._bytes_kv += self._kv_bytes(read_BG, cached_read, lengths.flatten())
         self._bytes_metadata += self.num_kv_heads * (
             self.state.fixed * lengths.numel() + self.state.per_page * full_pages
         )
         self._bytes_dense += self.cached.dense_bytes(lengths)
+
+    def _kv_bytes(self, read_BG: Tensor, cached_read: Tensor, lengths: Tensor) -> float:
+        if self.own_token_bytes is None:
+            return float(cached_read.sum()) * self.cached.token_bytes
+        partial = float((lengths % self.page_size).sum())
+        own = (float(read_BG.sum()) - partial * self.num_kv_heads) * self.own_token_bytes
+        return own + partial * self.cached.num_heads * self.cached.token_bytes
 
     def _mask(self, steps: list[NotedStep]) -> Tensor:
         """Pages read of every step and row: bool [steps · B, G, P]."""

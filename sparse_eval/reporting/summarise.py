@@ -32,7 +32,13 @@ AVERAGED = {
     "bytes_kv": "bytes_kv",
     "bytes_metadata": "bytes_metadata",
     "bytes_dense": "bytes_dense",
+    "lse_error": "lse_error",
+    "density_head": "density_head",
+    "output_error_attend": "output_error_attend",
+    "lse_error_attend": "lse_error_attend",
+    "bytes_kv_attend": "bytes_kv_attend",
 }
+WITH_ERRORS = ("recall", "contested", "output_error", "lse_error")
 
 
 def recall_rows(rows: pd.DataFrame) -> pd.DataFrame:
@@ -152,7 +158,7 @@ def over_prompts(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     each = renamed.groupby([*keys, "prompt"], dropna=False, sort=False).mean()
     grouped = each.groupby(level=list(range(len(keys))), dropna=False, sort=False)
     table = grouped.mean()
-    for name in ("recall", "contested", "output_error"):
+    for name in WITH_ERRORS:
         if name in columns:
             table[f"{name}_se"] = grouped[name].sem()
     table["n"] = grouped["recall"].count()
