@@ -19,6 +19,7 @@ from sparse_eval.models import model_info
 from sparse_eval.needle.config import needle_config
 from sparse_eval.policies.base import Policy
 from sparse_eval.prompts import check_prompts
+from sparse_eval.storage.columns import flat
 from sparse_eval.tracking import check_tracking
 
 SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
@@ -129,10 +130,11 @@ def choice(overrides: Sequence[str], group: str) -> str | None:
 
 def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     """The policy's name and the fields that differ from its yaml: "quest:group=sum"."""
+    usual = flat(plain)
     fields = [
         f"{key}={value}"
-        for key, value in given.items()
-        if key not in SHARED_FIELDS and plain.get(key) != value
+        for key, value in flat(given).items()
+        if key not in SHARED_FIELDS and usual.get(key) != value
     ]
     if name == "external":
         fields = [

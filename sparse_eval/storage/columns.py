@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,6 +142,15 @@ def once(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def fields_of(policy_config: str | None) -> dict[str, Any]:
-    """A policy's fields from its column; {} where there are none."""
+    """A policy's fields from its column, nested ones under dotted names; {} where there are none."""
     fields = json.loads(policy_config) if policy_config else {}
-    return fields if isinstance(fields, dict) else {}
+    return flat(fields) if isinstance(fields, dict) else {}
+
+
+def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"score": {"bits": 2}} -> {"score.bits": 2}."""
+    named: dict[str, Any] = {}
+    for key, value in fields.items():
+        is_nested = isinstance(value, Mapping)
+        named |= flat(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+    return named
