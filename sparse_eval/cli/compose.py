@@ -34,6 +34,7 @@ class Composer:
 
     config_dirs: tuple[str, ...] = ()
     composed: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict, compare=False)
+    choices: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def loader(self) -> ConfigLoaderImpl:
@@ -55,6 +56,11 @@ class Composer:
             self.composed[key] = self._compose(overrides)
         return deepcopy(self.composed[key])
 
+    def choice(self, group: str, overrides: Sequence[str]) -> str:
+        """The option of a group that overrides, an experiment's included, come to."""
+        self.compose(overrides)
+        return str(self.choices[tuple(overrides)][group])
+
     def _compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         try:
             config = self.loader.load_configuration(
@@ -62,6 +68,7 @@ class Composer:
             )
             OmegaConf.set_readonly(config, False)
             OmegaConf.set_struct(config, False)
+            self.choices[tuple(overrides)] = dict(config.hydra.runtime.choices)
             config.pop("hydra", None)
             plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         except (HydraException, OmegaConfBaseException) as error:

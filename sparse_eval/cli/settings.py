@@ -109,7 +109,7 @@ def policies_of(
     compare = cfg["compare"]
     if not isinstance(compare, list) or any(not isinstance(word, str) for word in compare):
         raise ValueError(f"compare must be a list of policy names, got {compare!r}")
-    main_name = choice(overrides, "policy") or "quest"
+    main_name = composer.choice("policy", overrides)
     others = [word for word in overrides if not re.match(r"\+*policy[.=]", word)]
     plain = composer.compose([*others, f"policy={main_name}"]) if main_name != "external" else cfg
     main = build_policy(main_name, cfg["policy"])
@@ -121,11 +121,6 @@ def policies_of(
         policy = build_policy(name, chosen["policy"])
         named.append(NamedPolicy(word, policy))
     return tuple({n.label: n for n in named}.values())
-
-
-def choice(overrides: Sequence[str], group: str) -> str | None:
-    values = [word.partition("=")[2] for word in overrides if word.startswith(f"{group}=")]
-    return values[-1] if values else None
 
 
 def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
