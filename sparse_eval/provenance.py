@@ -25,6 +25,7 @@ OUTPUT_MODULES = frozenset(
         "cache",
         "check",
         "fetch",
+        "frontiers",
         "parts",
         "provenance",
         "report",

@@ -18,8 +18,11 @@ from sparse_eval.reporting.compare import Comparison, compare, comparison_sectio
 from sparse_eval.reporting.dashboard import dashboard, picture
 from sparse_eval.reporting.export import export
 from sparse_eval.reporting.page_live import fidelity_sections, live_page, needle_sections
+from sparse_eval.reporting.page_reading import is_reading, reading_section
 from sparse_eval.reporting.plots import also_as, recall_by_budget, recall_curve, recall_heatmap
+from sparse_eval.reporting.plots_density import choosing_policies, density_heatmap
 from sparse_eval.reporting.plots_fidelity import fidelity_curve
+from sparse_eval.reporting.plots_frontier import frontiers, lse_curve
 from sparse_eval.reporting.plots_latency import latency_pictures
 from sparse_eval.reporting.plots_needle import needle_pictures
 from sparse_eval.reporting.summarise import split_settings
@@ -74,13 +77,16 @@ def page_of(rows: pd.DataFrame, runs: Sequence[Mapping[str, Any]], pictures: Seq
     """The interactive page where there is recall of its own, with the live tasks' tables below;
     the live tasks' page where there is not (a needle run's recall belongs to its answers)."""
     is_live = rows["task"].isin(LIVE_TASKS)
-    if not is_live.any():
-        return dashboard(rows, runs, pictures)
     recall = rows[rows["task"] == "recall"]
-    if "needle_kind" in recall:
+    if is_live.any() and "needle_kind" in recall:
         recall = recall[recall["needle_kind"].isna()]
     if not len(recall):
-        return live_page(rows, runs, pictures)
+        return live_page(rows, runs, [path for path in pictures if not is_reading(path)])
+    reading = reading_section(recall, pictures)
+    pictures = [path for path in pictures if not is_reading(path)]
+    if not is_live.any():
+        page = dashboard(rows, runs, pictures)
+        return page.replace('<section id="provenance">', reading + PROVENANCE, 1)
     live = rows[is_live]
     tasks = set(live["task"])
     sections = needle_sections(live) if "needle" in tasks else []
@@ -90,7 +96,8 @@ def page_of(rows: pd.DataFrame, runs: Sequence[Mapping[str, Any]], pictures: Seq
     sections.append(f'<section><div class="head"><h2>Pictures</h2></div>{figures}</section>')
     answers = live[live["task"] == "needle"] if "needle" in tasks else None
     page = dashboard(recall, runs, [path for path in pictures if path not in shown], answers)
-    return page.replace('<section id="provenance">', "\n".join(sections) + PROVENANCE, 1)
+    below = "\n".join([reading, *sections])
+    return page.replace('<section id="provenance">', below + PROVENANCE, 1)
 
 
 def jobs_of(place: Path) -> list[Path]:
@@ -125,6 +132,11 @@ def draw_recall(rows: pd.DataFrame, folder: Path) -> list[Path]:
         if part["budget_tokens"].nunique() > 1:
             pictures.append(recall_by_budget(part, folder / f"recall_by_budget{end}"))
         pictures.append(recall_heatmap(part, folder / f"recall_heatmap{end}"))
+        pictures.append(lse_curve(part, folder / f"read_lse{end}"))
+        pictures.append(frontiers(part, folder / f"read_frontiers{end}"))
+        for policy in choosing_policies(part):
+            name = f"read_density_{file_end(policy).strip('_')}{end}"
+            pictures.append(density_heatmap(part, folder / name, policy))
     return pictures
 
 

@@ -28,6 +28,14 @@ KNOWN = {
     "random": (GREY, "X"),
     "mean_std": (GREEN, "D"),
     "snapkv": (PURPLE, "^"),
+    "ffd": (AMBER, "v"),
+    "thumbnail_topk": (TEAL, "P"),
+    "thumbnail_topp": (TEAL, "<"),
+    "quest_topdelta": (BLUE, ">"),
+    "quest_topp": (BLUE, "^"),
+    "hybrid": (INDIGO, "D"),
+    "oracle_topdelta": (INK, "v"),
+    "oracle_topp": (INK, "p"),
 }
 OTHERS = ((AMBER, "v"), (TEAL, "P"), (INDIGO, "<"), (WINE, ">"), (GREEN, "p"), (PURPLE, "h"))
 MARKERS = "osD^vP<>ph"

@@ -86,13 +86,28 @@ def without_dense_policies(table: pd.DataFrame) -> pd.DataFrame:
 
 def new_figure(rows: pd.DataFrame, title: str, *, height: float = 4.6) -> tuple[Figure, Axes]:
     """A figure with its headline, and below that what was measured; no pyplot, no global state."""
+    figure, (axes,) = new_panels(rows, [title], height=height)
+    return figure, axes
+
+
+def new_panels(
+    rows: pd.DataFrame, titles: Sequence[str], *, height: float = 4.6, share_y: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """Panels side by side, each with its title; what was measured stands on the first."""
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    figure = Figure(figsize=(8.4, height), dpi=DPI, layout=layout, facecolor="white")
+    width = 8.4 + 4.4 * (len(titles) - 1)
+    figure = Figure(figsize=(width, height), dpi=DPI, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=26)
+    panels = list(figure.subplots(1, len(titles), sharey=share_y, squeeze=False)[0])
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=26)
+        style(axes)
     above: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    axes.annotate(subject(rows), (0, 1), (0, 9), fontsize=8.5, color=MUTED, **above)
+    panels[0].annotate(subject(rows), (0, 1), (0, 9), fontsize=8.5, color=MUTED, **above)
+    return figure, panels
+
+
+def style(axes: Axes) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -100,7 +115,6 @@ def new_figure(rows: pd.DataFrame, title: str, *, height: float = 4.6) -> tuple[
     axes.tick_params(colors=MUTED, labelsize=9, length=3)
     axes.xaxis.label.set(color=INK, fontsize=9.5)
     axes.yaxis.label.set(color=INK, fontsize=9.5)
-    return figure, axes
 
 
 def subject(rows: pd.DataFrame) -> str:
@@ -130,6 +144,11 @@ def draw_lines(axes: Axes, table: pd.DataFrame, x: str) -> None:
         axes.errorbar(line[x], line["recall"], yerr=error_bars(line), **line_style(policy, line))
     axes.set_ylim(lowest(table), 1.0 + 0.03 * (1 - lowest(table)))
     axes.set_ylabel("recall (share of the dense softmax's mass)")
+    draw_legend(axes, table)
+
+
+def draw_legend(axes: Axes, table: pd.DataFrame) -> None:
+    """Beside the panel."""
     bars = "bars: ± 1 standard error" if (table["n"] > 1).any() else ""
     legend = axes.legend(
         loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9, title=bars or None

@@ -12,6 +12,7 @@ from rich.table import Table
 from sparse_eval.cli.config import Settings
 from sparse_eval.core import Row
 from sparse_eval.models import model_info
+from sparse_eval.reporting.frontiers import ranking_sentence
 from sparse_eval.reporting.summarise import summarise_recall
 
 
@@ -37,12 +38,23 @@ def samples(rows: list[Row]) -> list[dict[str, Any]]:
     return []
 
 
-def cell(lines: pd.DataFrame, budget: float | None) -> str:
-    """A policy's recall at a budget; None: the only line of one that has none."""
-    if not len(lines) or (budget is not None and budget not in lines.index):
+def cell(lines: pd.DataFrame, budget: float) -> str:
+    """A policy's recall at a budget."""
+    if budget not in lines.index:
         return "failed"
-    line = lines.iloc[0] if budget is None else lines.loc[budget]
+    line = lines.loc[budget]
     return f"{line['recall']:.3f} ({line['contested']:.3f})"
+
+
+def adaptive_cell(lines: pd.DataFrame) -> str:
+    """An adaptive policy's recall and what it read: of all tokens, and where its query heads choose
+    apart, by a head for itself."""
+    if not len(lines):
+        return "failed"
+    line = lines.iloc[0]
+    own = line.get("density_head", float("nan"))
+    alone = "" if pd.isna(own) else f", a head {own:.1%}"
+    return f"{line['recall']:.3f} ({line['contested']:.3f}), reads {line['density']:.1%}{alone}"
 
 
 def print_results(rows: list[Row], settings: Settings, console: Console) -> None:
@@ -63,10 +75,17 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
     grid.add_column("policy")
     for budget in budgets:
         grid.add_column(f"{int(budget)} tokens", justify="right")
+    adaptive = any(named.policy.adaptive for named in settings.policies)
+    if adaptive:
+        grid.add_column("without a budget", justify="right")
     # yardsticks first: what everything and what the best choice would give
     for named in sorted(settings.policies, key=lambda n: (not n.policy.dense, n.policy.realisable)):
         mine = table[table["policy"] == named.label].set_index("budget_tokens")
-        shown = [cell(mine, None if named.policy.adaptive else budget) for budget in budgets]
-        grid.add_row(named.label, *shown)
+        if named.policy.adaptive:
+            grid.add_row(named.label, *([""] * len(budgets)), adaptive_cell(mine))
+        else:
+            grid.add_row(named.label, *(cell(mine, budget) for budget in budgets))
     console.print()
     console.print(grid)
+    if len(settings.policies) > 1:
+        console.print(ranking_sentence(pd.DataFrame(rows)), markup=False, highlight=False)

@@ -159,4 +159,8 @@ def lines_of(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def budget_of(line: Mapping[str, Any]) -> str:
-    return "all" if math.isnan(line["budget_tokens"]) else f"{line['budget_tokens']:,.0f}"
+    """In tokens; without one: all, or adaptive with what was read."""
+    if not math.isnan(line["budget_tokens"]):
+        return f"{line['budget_tokens']:,.0f}"
+    density = line.get("density", math.nan)
+    return "all" if math.isnan(density) or density >= 1 else f"adaptive: {density:.1%}"
