@@ -55,7 +55,7 @@ class FFD(Policy[ThumbnailState]):
 
     delta: float = 5.0
     bits: int = 2
-    scales: str = "token"
+    scales: str = "channel"
     widen: bool = False
     attend: str = "exact"
     max_tokens: int | None = None

@@ -39,10 +39,11 @@ class ThumbnailState(State):
 class ThumbnailScore(Score[ThumbnailState]):
     """max and log_mass of the logits that the thumbnails give, an estimate of the true ones.
 
-    bits: 2 or 4. scales: whose largest magnitude sets the step, token or channel (of a page)."""
+    bits: 2 or 4. scales: whose largest magnitude sets the step, a token's or a page's channel's;
+    channel finds more mass, since keys have channels of their own size (docs/ffd.md)."""
 
     bits: int = 2
-    scales: str = "token"
+    scales: str = "channel"
     name: ClassVar[str] = "thumbnail"
 
     def __post_init__(self) -> None:

@@ -386,6 +386,6 @@ def test_policies_of_equal_scores_are_equal_and_name_their_fields():
     a = TopK(score={"name": "thumbnail", "bits": 4})
     b = TopK(score=ThumbnailScore(bits=4))
     assert a == b and hash(a) == hash(b) and a != TopK(score="thumbnail")
-    assert a.config()["score"] == {"name": "thumbnail", "bits": 4, "scales": "token"}
+    assert a.config()["score"] == {"name": "thumbnail", "bits": 4, "scales": "channel"}
     assert TopDelta(delta=math.inf).config()["delta"] == "inf"  # JSON has no infinity
     assert not TopDelta(score="exact").realisable and TopDelta(score="bound").realisable
