@@ -7,7 +7,7 @@ maximum: it is never higher, so the set can only grow. Each query head chooses, 
 union. There is no budget: a head reads as many pages as its scores ask for.
 
 Only full pages have thumbnails; the page that still fills is local, and read. Published: δ = 5 and 7,
-sparsity 82 % and 73 %. Where this follows its own mind, fields say so: scales, widen, attend.
+sparsity 82 % and 73 %. What the description leaves open are fields: scales, pseudo_max, attend.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ import torch
 from torch import Tensor
 
 from sparse_eval.core import AttentionCall
-from sparse_eval.kernels.thumbnail import Residual, pack_residual, unpack, unpack_residual
+from sparse_eval.kernels.ffd import ffd_select
+from sparse_eval.kernels.ffd.api import PSEUDO_MAX
+from sparse_eval.kernels.ffd.reference import refined_keys
+from sparse_eval.kernels.thumbnail import Residual, pack_residual
 from sparse_eval.kernels.thumbnail.format import unit_of
 from sparse_eval.policies.base import (
     Policy,
     Selection,
-    check_flag,
     check_number,
     check_one_of,
+    current_page_B,
     forced_BP,
     full_BP,
+    gather_tokens,
 )
-from sparse_eval.policies.metadata import build_metadata, extend_metadata
+from sparse_eval.policies.metadata import build_metadata, extend_metadata, query_page_products
 from sparse_eval.policies.rules import peak_BH1, union_selection, within_delta_BHP
 from sparse_eval.policies.scored import check_cap
 from sparse_eval.policies.thumbnail import ThumbnailScore, ThumbnailState
@@ -48,17 +52,20 @@ class ResidualState(ThumbnailState):
 class FFD(Policy[ThumbnailState]):
     """delta: in logits. bits: 2 or 4. scales: a step per token, or per channel of a page.
 
-    widen: false compares thumbnail scores with thumbnail scores; true widens delta by the
-    thumbnails' stated error bound on both sides, so that no token within delta of the true maximum
-    is missed. attend: exact keys, or residual: full pages as thumbnail + residual. max_tokens:
-    most tokens a KV head reads, the pages furthest below the peak dropped first; None: no cap."""
+    pseudo_max: thumbnail compares thumbnail scores with thumbnail scores; exact takes the maximum
+    from the sink and local keys themselves and raises every score by its stated error bound, so
+    that no token within delta of the true maximum is missed. attend: exact keys, or residual: full
+    pages as thumbnail + residual. max_tokens: most tokens a KV head reads, the pages furthest below
+    the pseudo-maximum dropped first; None: no cap. select_backend: torch; or triton, which scans
+    packed keys, has no cap and does not tell what single heads chose."""
 
     delta: float = 5.0
     bits: int = 2
     scales: str = "channel"
-    widen: bool = False
+    pseudo_max: str = "thumbnail"
     attend: str = "exact"
     max_tokens: int | None = None
+    select_backend: str = "torch"
     evidence: ClassVar[Literal["query"]] = "query"
     adaptive: ClassVar[bool] = True
     dense_at: ClassVar[dict[str, Any]] = {"delta": float("inf")}
@@ -66,9 +73,12 @@ class FFD(Policy[ThumbnailState]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("delta", self.delta, 0)
-        check_flag("widen", self.widen)
+        check_one_of("pseudo_max", self.pseudo_max, PSEUDO_MAX)
         check_one_of("attend", self.attend, ("exact", "residual"))
         check_cap(self, self.max_tokens)
+        check_one_of("select_backend", self.select_backend, ("torch", "triton"))
+        if self.select_backend == "triton" and self.max_tokens is not None:
+            raise ValueError(f"select_backend triton has no cap, got max_tokens={self.max_tokens}")
         self.thumbnails  # noqa: B018  (bits and scales are checked there)
 
     @property
@@ -83,22 +93,33 @@ class FFD(Policy[ThumbnailState]):
         extend_metadata(state, call, self.page_size, self._summary)
 
     def select(self, call: AttentionCall, state: ThumbnailState, budget: int | None) -> Selection:
-        least_BHP, most_BHP = self.page_maxima(call, state)
-        num_pages = most_BHP.shape[-1]
+        if self.select_backend == "triton":
+            return self._select_triton(call, state)
+        logit_BHPL = self.thumbnails.token_logits(call, state)
+        if self.pseudo_max == "exact":
+            logit_BHPL = logit_BHPL + self.thumbnails.token_errors(call, state)
+        max_BHP = logit_BHPL.amax(-1)
+        num_pages = max_BHP.shape[-1]
         known_BP = full_BP(call, self.page_size, num_pages)
-        pseudo_max = peak_BH1(least_BHP, known_BP & forced_BP(call, self, num_pages))
-        own_BHP = within_delta_BHP(most_BHP, pseudo_max, self.delta)
-        margin_BHP = most_BHP - pseudo_max
-        return union_selection(own_BHP, margin_BHP, known_BP, call, self, self.max_tokens)
+        if self.pseudo_max == "exact":
+            peak = forced_logits(call, self).amax(-1, keepdim=True)
+        else:
+            peak = peak_BH1(max_BHP, known_BP & forced_BP(call, self, num_pages))
+        own_BHP = within_delta_BHP(max_BHP, peak, self.delta)
+        return union_selection(own_BHP, max_BHP - peak, known_BP, call, self, self.max_tokens)
 
-    def page_maxima(self, call: AttentionCall, state: ThumbnailState) -> tuple[Tensor, Tensor]:
-        """The least and the most that each page's largest logit can be, [B, H, P]: twice the
-        thumbnails' own word, or with `widen` an interval that holds the true one."""
-        logit = self.thumbnails.token_logits(call, state)
-        if not self.widen:
-            return (logit.amax(-1),) * 2
-        error = self.thumbnails.token_errors(call, state)
-        return (logit - error).amax(-1), (logit + error).amax(-1)
+    def _select_triton(self, call: AttentionCall, state: ThumbnailState) -> Selection:
+        pages, counts = ffd_select(
+            *(call.q_BHD, call.k_BGND, self.thumbnails.packed(state)),
+            *(call.starts_B, call.lengths_B),
+            delta=self.delta,
+            sink_pages=self.sink_pages,
+            local_pages=self.local_pages,
+            scale=call.scale,
+            backend="triton",
+            pseudo_max=self.pseudo_max,
+        )
+        return Selection(pages, counts, self.page_size)
 
     def attended_keys(self, call: AttentionCall, state: ThumbnailState) -> Tensor:
         """With attend=residual, full pages as 2 (4) + 8 bits keep them; else the cache's keys."""
@@ -106,17 +127,8 @@ class FFD(Policy[ThumbnailState]):
             return call.k_BGND
         packed = self.thumbnails.packed(state)
         left = Residual(state.residual_BGPLD.flatten(2, 3), unit_of(packed))  # type: ignore[attr-defined]
-        kept_BGND = unpack(packed) + unpack_residual(left, packed)
-        token = torch.arange(call.k_BGND.shape[2], device=call.device)
-        position_BN = token.expand(len(call.lengths_B), -1)
-        if call.starts_B is not None:
-            position_BN = position_BN - call.starts_B.long()[:, None]
-        num_full_B = torch.div(call.lengths_B, self.page_size, rounding_mode="floor")
-        is_full_BN = (position_BN >= 0) & (position_BN < num_full_B[:, None] * self.page_size)
-        index = position_BN.clamp(0, kept_BGND.shape[2] - 1)[:, None, :, None]
-        kept_BGND = kept_BGND.expand(len(index), -1, -1, -1)
-        kept = kept_BGND.gather(2, index.expand(-1, call.num_kv_heads, -1, kept_BGND.shape[3]))
-        return torch.where(is_full_BN[:, None, :, None], kept.to(call.k_BGND.dtype), call.k_BGND)
+        keys = refined_keys(call.k_BGND, packed, left, call.starts_B, call.lengths_B)
+        return keys.to(call.k_BGND.dtype)
 
     def _summary(self, keys_BGPLD: Tensor) -> tuple[Tensor, ...]:
         codes, step = self.thumbnails.pack(keys_BGPLD)
@@ -125,3 +137,21 @@ class FFD(Policy[ThumbnailState]):
         packed = self.thumbnails.packed(ThumbnailState(codes, step))
         left = pack_residual(keys_BGPLD.flatten(2, 3), packed).codes
         return codes, step, left.unflatten(2, keys_BGPLD.shape[2:4])
+
+
+def forced_logits(call: AttentionCall, policy: Policy) -> Tensor:
+    """True logits of each row's sink and local tokens, -inf where there is none: [B, H, tokens]."""
+    size = policy.page_size
+    local = (current_page_B(call, size) - policy.local_pages + 1).clamp_min(0) * size
+    parts = []
+    for first_B, num_tokens in (
+        (torch.zeros_like(local), policy.sink_pages * size),
+        (local, policy.local_pages * size),
+    ):
+        start_B = first_B if call.starts_B is None else first_B + call.starts_B.long()
+        keys = gather_tokens(call.k_BGND, start_B[:, None], num_tokens)
+        logit = call.scale * query_page_products(call.q_BHD, keys)
+        position = first_B[:, None] + torch.arange(num_tokens, device=call.device)
+        is_live = position < call.lengths_B[:, None]
+        parts.append(logit.masked_fill(~is_live[:, None], -torch.inf))
+    return torch.cat(parts, -1)
