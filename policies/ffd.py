@@ -85,7 +85,9 @@ class FFD(Policy[ThumbnailState]):
     def thumbnails(self) -> ThumbnailScore:
         return ThumbnailScore(bits=self.bits, scales=self.scales)
 
-    def init(self, call: AttentionCall, prompt_queries_BWHD: Tensor | None = None) -> ThumbnailState:
+    def init(
+        self, call: AttentionCall, prompt_queries_BWHD: Tensor | None = None
+    ) -> ThumbnailState:
         kind = ResidualState if self.attend == "residual" else ThumbnailState
         return build_metadata(kind, call, self.page_size, self._summary)
 

@@ -41,7 +41,9 @@ class Quest(ChannelScorePolicy):
         if self.select_backend != "auto":
             return self.select_backend
         on_gpu = call.device.type == "cuda" and call.q_BHD.dtype != torch.float64
-        return "triton" if on_gpu and can_select(self.group, state.center_BGPD.shape[2]) else "torch"
+        return (
+            "triton" if on_gpu and can_select(self.group, state.center_BGPD.shape[2]) else "torch"
+        )
 
     def extend(self, state: ChannelState, call: AttentionCall) -> None:
         state.grow(num_pages_of(call.capacity, self.page_size))

@@ -63,7 +63,9 @@ class ThumbnailScore(Score[ThumbnailState]):
         packed = pack_thumbnail(keys, page_size=page_size, bits=self.bits, rule=self.scales)
         codes = packed.codes.unflatten(2, (num_pages, page_size))
         step = packed.step
-        return codes, step if self.scales == "channel" else step.unflatten(2, (num_pages, page_size))
+        return codes, step if self.scales == "channel" else step.unflatten(
+            2, (num_pages, page_size)
+        )
 
     def packed(self, state: ThumbnailState) -> Thumbnail:
         """The state as the kernels take it."""

@@ -296,7 +296,6 @@ class Evaluator:
                 "bytes_stored": kept * per_token + x.state_bytes,
             }
 
-
     def _bytes_as_attended(self, policy: Policy, x: AttendedLayer, tokens_read: float) -> float:
         """Of keys that the policy made itself, and of V; NaN where it reads the cache's. The page
         that still fills is read as it is cached."""

@@ -1,4 +1,4 @@
-"""What policies hold at equal tokens and at equal bytes: `python -m sparse_eval.frontiers PATH…`."""
+"""Recall at equal tokens and at equal bytes: `python -m sparse_eval.frontiers PATH…`."""
 
 from __future__ import annotations
 

@@ -180,9 +180,14 @@ def test_a_budget_for_an_adaptive_policy_is_refused():
 def test_a_live_policy_forgets(monkeypatch):
     kept: list[Live] = []
     forget = Live.forget
-    monkeypatch.setattr(Live, "forget", lambda self: (kept.append(self), forget(self))[1])
+
+    def watched(self: Live) -> None:
+        kept.append(self)
+        forget(self)
+
+    monkeypatch.setattr(Live, "forget", watched)
     generated(FFD(**SHARED, attend="residual"))
-    assert not kept[-1].states
+    assert kept and not kept[-1].states
 
 
 # The command line

@@ -72,7 +72,9 @@ def test_shares_are_of_what_dense_reads_in_the_layers_that_policies_act_on():
 
 
 def test_recall_between_points_is_on_the_line_and_beyond_them_unknown():
-    table = equal_shares(BOTH, [0.05, 0.1875, 0.375], "cheap").set_index(["axis", "policy", "share"])
+    table = equal_shares(BOTH, [0.05, 0.1875, 0.375], "cheap").set_index(
+        ["axis", "policy", "share"]
+    )
     assert table.loc[("tokens", "cheap", 0.1875), "recall"] == pytest.approx(0.87 + 0.001)
     assert math.isnan(table.loc[("tokens", "cheap", 0.05), "recall"])
     assert table.loc[("tokens", "dear", 0.375), "difference"] == pytest.approx(0.02)
@@ -169,7 +171,9 @@ def drawn(monkeypatch, tmp_path):
     return draw
 
 
-ADAPTIVE = pd.concat([BOTH, adaptive_rows("ffd", 0.9, 0.2), adaptive_rows("ffd:delta=7.0", 0.95, 0.4)])
+ADAPTIVE = pd.concat(
+    [BOTH, adaptive_rows("ffd", 0.9, 0.2), adaptive_rows("ffd:delta=7.0", 0.95, 0.4)]
+)
 
 
 def test_frontiers_stand_side_by_side_and_an_oracle_has_no_bytes(drawn):

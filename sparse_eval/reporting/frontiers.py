@@ -42,8 +42,12 @@ def points(rows: pd.DataFrame) -> pd.DataFrame:
     kinds = [name for name in kinds if name in sparse]
     grouped = sparse.groupby([*CELL, "prompt"], dropna=False, sort=False)
     table = grouped[kinds].mean()
-    unknown = sparse["bytes_metadata"].isna().groupby([sparse[k] for k in [*CELL, "prompt"]],
-        dropna=False, sort=False).any()
+    unknown = (
+        sparse["bytes_metadata"]
+        .isna()
+        .groupby([sparse[k] for k in [*CELL, "prompt"]], dropna=False, sort=False)
+        .any()
+    )
     read = (table["bytes_kv"] + table["bytes_metadata"]).where(~unknown)
     table = table.assign(tokens_share=table["density"], bytes_share=read / table["bytes_dense"])
     table = table.rename(columns={"mass_recall": "recall"}).reset_index()
@@ -79,9 +83,7 @@ def equal_shares(
         raise ValueError(f"against must be one of {', '.join(lines)}, got {against!r}")
     found = []
     for axis, share in itertools.product(AXES, shares):
-        held = {
-            line: at_each_prompt(table[table["line"] == line], axis, share) for line in lines
-        }
+        held = {line: at_each_prompt(table[table["line"] == line], axis, share) for line in lines}
         for line, recall in held.items():
             entry = {"axis": axis, "share": share, "policy": line, "n": len(recall)}
             entry |= {"recall": recall.mean(), "recall_se": recall.sem()}

@@ -42,8 +42,9 @@ def density_heatmap(rows: pd.DataFrame, path: Path | str, policy: str) -> Path:
     }
     acted = sparse_rows(own)
     titles = [
-        f"{policy}: {text}, {acted[name].mean():.1%} on average" if first else
-        f"{text}, {acted[name].mean():.1%}"
+        f"{policy}: {text}, {acted[name].mean():.1%} on average"
+        if first
+        else f"{text}, {acted[name].mean():.1%}"
         for (name, text), first in zip(PANELS.items(), (True, False), strict=True)
     ]
     num_heads = len(next(iter(tables.values())))

@@ -142,7 +142,7 @@ def once(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def fields_of(policy_config: str | None) -> dict[str, Any]:
-    """A policy's fields from its column, nested ones under dotted names; {} where there are none."""
+    """A policy's fields from its column, nested ones under dotted names; {} where it has none."""
     fields = json.loads(policy_config) if policy_config else {}
     return flat(fields) if isinstance(fields, dict) else {}
 
