@@ -28,8 +28,6 @@ VARIANTS = [
     ("window", {"page_size": 1, "sink_pages": 4, "local_pages": 1}),
     ("ffd", {"attend": "residual", "bits": 4}),
     ("ffd", {"scales": "token", "pseudo_max": "exact", "max_tokens": 20}),
-    ("thumbnail_topk", {"rank": "log_mass", "group": "softmax_sum"}),
-    ("thumbnail_topp", {"max_tokens": 20}),
     ("quest_topdelta", {"peak": "forced", "max_tokens": 20, "score": "mean"}),
 ]
 

@@ -148,6 +148,7 @@ def naive_nucleus(share: list[float], first: set[int], p: float) -> set[int]:
     return kept
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=12),
     st.floats(0.05, 0.99),
@@ -164,7 +165,7 @@ def test_the_nucleus_is_the_shortest_list_that_reaches_p(weights, p, first):
     assert got in (wanted, longer)  # p may stand on a sum of shares, to rounding
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 10_000),
     st.floats(0, 12),
@@ -189,7 +190,7 @@ def test_a_pseudo_maximum_only_adds_pages(seed, delta, sinks, local, spread):
         assert (read[0] | ~read[1]).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0, 12), st.sampled_from([0.5, 2.0, 6.0]))
 def test_top_delta_on_exact_scores_reads_what_is_within_delta_and_drops_little(seed, delta, spread):
     call = noisy_call(61, seed=seed, spread=spread)
@@ -205,7 +206,7 @@ def test_top_delta_on_exact_scores_reads_what_is_within_delta_and_drops_little(s
     assert (mass <= dropped.sum((2, 3)) * math.exp(-delta) * (1 + 1e-4)).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 10_000),
     st.floats(0, 8),
@@ -222,7 +223,7 @@ def test_ffd_against_an_exact_maximum_misses_nothing_within_delta(seed, delta, s
     assert read[near].all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0, 1))
 def test_exact_top_p_holds_p_of_every_heads_mass(seed, p):
     call = noisy_call(61, seed=seed, spread=3.0)

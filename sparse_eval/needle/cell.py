@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sparse_eval.core import Row
@@ -12,6 +12,7 @@ from sparse_eval.needle.answer import Asked, Asker, ask
 from sparse_eval.needle.config import SPARE_TOKENS, NeedleConfig
 from sparse_eval.needle.hits import HitRecorder, LayerHits
 from sparse_eval.needle.plant import Planted
+from sparse_eval.policies.base import Policy
 from sparse_eval.prefill import Prefilled
 from sparse_eval.record import record
 from sparse_eval.tasks.live_task import NAN, Arm, LiveTask, read_columns
@@ -76,7 +77,7 @@ class Measurement:
         asker = self.asker  # prefilled before the clock starts
         started = time.perf_counter()
         asked_tokens = len(asker.tail) if self.is_question else None
-        recorder = HitRecorder(arm.policy, self.planted.value_span)
+        recorder = HitRecorder(certain(arm), self.planted.value_span)
         under = self.task.under(arm, self.filled, question_tokens=asked_tokens, on_select=recorder)
         again = self.task.under(arm, self.filled, question_tokens=asked_tokens)
         with under as trace:
@@ -183,3 +184,12 @@ def summary_of_hits(hits: dict[int, LayerHits]) -> Row:
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else NAN
+
+
+def certain(arm: Arm) -> Policy:
+    """The arm's policy with as many local pages as it always reads at its budget: what chance
+    counts as read for certain."""
+    policy: Policy = arm.policy
+    local_pages = policy.local_pages_at(arm.budget)
+    is_usual = local_pages == policy.local_pages
+    return policy if is_usual else replace(policy, local_pages=local_pages)

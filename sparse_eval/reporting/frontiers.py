@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,10 @@ AXES = {"tokens": "tokens_share", "bytes": "bytes_share"}
 LEVELS = ("delta", "p")
 """Fields that set how much an adaptive policy reads, as a budget does."""
 
-SHOWN = 5
+GRID_SHARES = [i / 40 for i in range(1, 40)]
+"""Shares of what dense reads at which two policies are compared."""
+
+SHOWN = 3
 """Most pairs of policies that the sentence names."""
 
 
@@ -62,13 +65,17 @@ def line_of(policy: str) -> str:
     return ":".join(f for f in fields if f.partition("=")[0] not in LEVELS)
 
 
-def recall_at(x: pd.DataFrame, axis: str, share: float) -> float:
-    """Recall of one line and prompt at a share of what dense reads; NaN beyond its points."""
-    known = x.dropna(subset=[AXES[axis]]).sort_values(AXES[axis])
-    at, recall = known[AXES[axis]].to_numpy(), known["recall"].to_numpy()
-    if not len(at) or not at[0] - 1e-9 <= share <= at[-1] + 1e-9:
-        return math.nan
-    return float(np.interp(share, at, recall))
+def held_at(x: pd.DataFrame, axis: str, shares: Sequence[float]) -> pd.DataFrame:
+    """Recall of one line at shares of what dense reads: a row per prompt, a column per share, NaN
+    beyond the prompt's points."""
+    held = {}
+    for prompt, part in x.groupby("prompt", sort=False):
+        known = part.dropna(subset=[AXES[axis]]).sort_values(AXES[axis])
+        at, recall = known[AXES[axis]].to_numpy(), known["recall"].to_numpy()
+        inside = [len(at) > 0 and at[0] - 1e-9 <= share <= at[-1] + 1e-9 for share in shares]
+        values = np.interp(shares, at, recall) if len(at) else np.full(len(shares), np.nan)
+        held[prompt] = np.where(inside, values, np.nan)
+    return pd.DataFrame.from_dict(held, orient="index", columns=list(shares))
 
 
 def equal_shares(
@@ -82,22 +89,17 @@ def equal_shares(
     if against is not None and against not in lines:
         raise ValueError(f"against must be one of {', '.join(lines)}, got {against!r}")
     found = []
-    for axis, share in itertools.product(AXES, shares):
-        held = {line: at_each_prompt(table[table["line"] == line], axis, share) for line in lines}
-        for line, recall in held.items():
+    for axis in AXES:
+        held = {line: held_at(table[table["line"] == line], axis, shares) for line in lines}
+        for share, line in itertools.product(shares, lines):
+            recall = held[line][share].dropna()
             entry = {"axis": axis, "share": share, "policy": line, "n": len(recall)}
             entry |= {"recall": recall.mean(), "recall_se": recall.sem()}
-            if against is not None:
-                difference = (recall - held[against]).dropna()
+            if against not in (None, line):
+                difference = (recall - held[against][share]).dropna()
                 entry |= {"difference": difference.mean(), "difference_se": difference.sem()}
             found.append(entry)
     return pd.DataFrame(found)
-
-
-def at_each_prompt(x: pd.DataFrame, axis: str, share: float) -> pd.Series:
-    """Recall by prompt, of the prompts whose points reach the share."""
-    held = {prompt: recall_at(part, axis, share) for prompt, part in x.groupby("prompt")}
-    return pd.Series(held, dtype=float).dropna()
 
 
 @dataclass(frozen=True)
@@ -119,59 +121,67 @@ class Gap:
         return f"{abs(self.mean):.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
 
 
-def gap(a: pd.DataFrame, b: pd.DataFrame, axis: str) -> Gap:
-    """Line a less line b over the shares that both were measured at or between."""
-    by_prompt = []
-    for prompt in sorted(set(a["prompt"]) & set(b["prompt"]), key=str):
-        mine, theirs = a[a["prompt"] == prompt], b[b["prompt"] == prompt]
-        at = pd.concat([mine[AXES[axis]], theirs[AXES[axis]]]).dropna()
-        both = [recall_at(mine, axis, x) - recall_at(theirs, axis, x) for x in at]
-        both = [x for x in both if not math.isnan(x)]
-        if both:
-            by_prompt.append(sum(both) / len(both))
-    series = pd.Series(by_prompt, dtype=float)
+def gap(a: pd.DataFrame, b: pd.DataFrame, share: float) -> Gap:
+    """Line a less line b (of held_at) at a share, over the prompts where both reach it."""
+    series = (a[share] - b[share]).dropna()
     return Gap(series.mean(), series.sem(), len(series))
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Two lines that tokens and bytes rank differently: first is ahead at equal tokens."""
+    """Two lines that tokens and bytes rank differently at a share: first is ahead by tokens."""
 
     first: str
     second: str
+    share: float
     by_tokens: Gap
     by_bytes: Gap
 
+    @property
+    def size(self) -> float:
+        return min(abs(self.by_tokens.mean), abs(self.by_bytes.mean))
+
     def __str__(self) -> str:
         return (
-            f"at equal tokens {self.first} holds {self.by_tokens} more of the mass than "
-            f"{self.second}, at equal bytes {self.by_bytes} less"
+            f"reading {self.share:.1%} of the tokens {self.first} holds {self.by_tokens} more of "
+            f"the mass than {self.second}, reading {self.share:.1%} of the bytes {self.by_bytes} "
+            "less"
         )
 
 
-def turns(rows: pd.DataFrame) -> Iterator[Turn]:
-    """Pairs that the two frontiers rank differently, beyond their errors on both."""
+def turns(rows: pd.DataFrame) -> list[Turn]:
+    """Pairs that the two frontiers rank differently at some share, beyond their errors on both,
+    each where it is plainest; the plainest first."""
     table = points(rows)
     table = table[~table["policy"].isin(dense_policies(table))]
-    lines = {name: x for name, x in table.groupby("line", sort=False)}
+    lines = {str(name): x for name, x in table.groupby("line", sort=False)}
     lines = {name: x for name, x in lines.items() if x["bytes_share"].notna().all()}
-    for (a, x), (b, y) in itertools.combinations(lines.items(), 2):
-        tokens, in_bytes = gap(x, y, "tokens"), gap(x, y, "bytes")
-        if not (tokens.is_clear and in_bytes.is_clear) or tokens.mean * in_bytes.mean >= 0:
-            continue
-        first, second = (a, b) if tokens.mean > 0 else (b, a)
-        yield Turn(str(first), str(second), tokens, in_bytes)
+    tokens, in_bytes = (
+        {name: held_at(x, axis, GRID_SHARES) for name, x in lines.items()} for axis in AXES
+    )
+    found = []
+    for a, b in itertools.combinations(lines, 2):
+        here = []
+        for share in GRID_SHARES:
+            gaps = gap(tokens[a], tokens[b], share), gap(in_bytes[a], in_bytes[b], share)
+            same_prompts = gaps[0].n == gaps[1].n
+            all_clear = same_prompts and all(g.is_clear for g in gaps)
+            if all_clear and gaps[0].mean * gaps[1].mean < 0:
+                first, second = (a, b) if gaps[0].mean > 0 else (b, a)
+                here.append(Turn(first, second, share, *gaps))
+        found += sorted(here, key=lambda turn: -turn.size)[:1]
+    return sorted(found, key=lambda turn: -turn.size)
 
 
 def ranking_sentence(rows: pd.DataFrame) -> str:
     """Whether tokens and bytes rank the policies of one setting differently, and where most."""
-    found = sorted(turns(rows), key=lambda t: -min(abs(t.by_tokens.mean), abs(t.by_bytes.mean)))
+    found = turns(rows)
     if not found:
         return "Tokens read and bytes read rank the policies alike, as far as their errors tell."
     shown = "; ".join(map(str, found[:SHOWN]))
     more = f"; and {len(found) - SHOWN} more pairs" if len(found) > SHOWN else ""
     n = found[0].by_tokens.n
     return (
-        f"Tokens read and bytes read rank policies differently: {shown}{more} (means over the "
-        f"shares where both were measured, n = {n} prompt{'s' if n > 1 else ''})."
+        f"Tokens read and bytes read rank policies differently: {shown}{more} (each pair where it "
+        f"is plainest, n = {n} prompt{'s' if n > 1 else ''})."
     )

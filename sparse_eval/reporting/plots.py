@@ -69,7 +69,9 @@ def recall_heatmap(rows: pd.DataFrame, path: Path | str, budget: int | None = No
     dense = here.groupby("layer")["dense_layer"].first()
     height = 1.9 + 0.42 * len(recall)
     title = "Attention-mass recall by layer" + (f" at {budget:,.0f} tokens" if budget else "")
-    figure, axes = new_figure(rows, title, height=height)
+    longest = max(len(str(name)) for name in recall.index)
+    width = 8.4 + 0.08 * max(0, longest - 12)
+    figure, axes = new_figure(rows, title, height=height, width=width)
     image = draw_heat(axes, recall, dense)
     bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=12, format="%.2f")
     bar.set_label("recall", color=MUTED, fontsize=9)
@@ -84,26 +86,29 @@ def without_dense_policies(table: pd.DataFrame) -> pd.DataFrame:
     return kept if len(kept) else table
 
 
-def new_figure(rows: pd.DataFrame, title: str, *, height: float = 4.6) -> tuple[Figure, Axes]:
+def new_figure(
+    rows: pd.DataFrame, title: str, *, height: float = 4.6, width: float = 8.4
+) -> tuple[Figure, Axes]:
     """A figure with its headline, and below that what was measured; no pyplot, no global state."""
-    figure, (axes,) = new_panels(rows, [title], height=height)
+    figure, (axes,) = new_panels(rows, [title], height=height, width=width)
     return figure, axes
 
 
 def new_panels(
-    rows: pd.DataFrame, titles: Sequence[str], *, height: float = 4.6, share_y: bool = False
+    rows: pd.DataFrame, titles: Sequence[str], *, height: float = 4.6, width: float | None = None
 ) -> tuple[Figure, list[Axes]]:
     """Panels side by side, each with its title; what was measured stands on the first."""
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    width = 8.4 + 4.4 * (len(titles) - 1)
+    width = 8.4 + 4.4 * (len(titles) - 1) if width is None else width
     figure = Figure(figsize=(width, height), dpi=DPI, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    panels = list(figure.subplots(1, len(titles), sharey=share_y, squeeze=False)[0])
+    panels = list(figure.subplots(1, len(titles), squeeze=False)[0])
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=26)
         style(axes)
     above: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    panels[0].annotate(subject(rows), (0, 1), (0, 9), fontsize=8.5, color=MUTED, **above)
+    note = panels[0].annotate(subject(rows), (0, 1), (0, 9), fontsize=8.5, color=MUTED, **above)
+    note.set_in_layout(False)  # or its width would take the panels' room
     return figure, panels
 
 

@@ -14,8 +14,8 @@ from sparse_eval.reporting.plots import MUTED, new_panels, save
 from sparse_eval.reporting.summarise import recall_rows, sparse_rows
 
 PANELS = {
-    "density_head": "each query head's own choice",
-    "density": "what the group reads",
+    "density_head": "chosen by a query head",
+    "density": "read by its group",
 }
 
 
@@ -40,13 +40,9 @@ def density_heatmap(rows: pd.DataFrame, path: Path | str, policy: str) -> Path:
         .reindex(columns=dense.index)
         for name in PANELS
     }
-    acted = sparse_rows(own)
-    titles = [
-        f"{policy}: {text}, {acted[name].mean():.1%} on average"
-        if first
-        else f"{text}, {acted[name].mean():.1%}"
-        for (name, text), first in zip(PANELS.items(), (True, False), strict=True)
-    ]
+    means = {name: sparse_rows(own)[name].mean() for name in PANELS}
+    titles = [f"{text}: {means[name]:.1%} of the tokens" for name, text in PANELS.items()]
+    titles[0] = f"{policy}, {titles[0]}"
     num_heads = len(next(iter(tables.values())))
     figure, panels = new_panels(own, titles, height=2.3 + 0.28 * num_heads)
     most = max(table.max().max() for table in tables.values())
