@@ -33,8 +33,8 @@ def within_delta_BHP(max_BHP: Tensor, peak: Tensor, delta: float) -> Tensor:
 
 
 def nucleus_BHP(log_mass_BHP: Tensor, known_BP: Tensor, first_BP: Tensor, p: float) -> Tensor:
-    """The fewest pages whose masses reach p of all known pages', those of first_BP before others
-    and ties to the lowest id; p = 1: all."""
+    """The pages of first_BP and the fewest others, best first and ties to the lowest id, with which
+    the masses reach p of all known pages'; p = 1: all."""
     if p >= 1:
         return torch.ones_like(log_mass_BHP, dtype=torch.bool)
     share = log_mass_BHP.double().masked_fill(~known_BP[:, None], -torch.inf).softmax(-1)
@@ -43,7 +43,8 @@ def nucleus_BHP(log_mass_BHP: Tensor, known_BP: Tensor, first_BP: Tensor, p: flo
     so_far = share.gather(-1, order).cumsum(-1)
     before = torch.nn.functional.pad(so_far[..., :-1], (1, 0))
     # NaN (a row without known pages) reaches nothing
-    return torch.empty_like(known_BP[:, None].expand_as(share)).scatter_(-1, order, ~(before >= p))
+    wanted = torch.empty_like(share, dtype=torch.bool).scatter_(-1, order, ~(before >= p))
+    return wanted | first_BP[:, None]
 
 
 def union_selection(

@@ -95,7 +95,13 @@ def page(folder) -> Page:
 
 def test_a_report_leaves_its_files(folder):
     plots = {path.name for path in (folder / "plots").iterdir()}
-    assert plots == {"recall_curve.png", "recall_by_budget.png", "recall_heatmap.png"}
+    assert plots == {
+        "recall_curve.png",
+        "recall_by_budget.png",
+        "recall_heatmap.png",
+        "read_lse.png",
+        "read_frontiers.png",
+    }
     assert len(load(folder / "rows.parquet")) == len(load(folder / "rows.jsonl"))
 
 
