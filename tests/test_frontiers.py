@@ -15,7 +15,7 @@ from sparse_eval.report import page_of
 from sparse_eval.reporting import plots, plots_density, plots_frontier
 from sparse_eval.reporting.frontiers import (
     equal_shares,
-    gap,
+    gaps,
     held_at,
     line_of,
     points,
@@ -109,8 +109,8 @@ def test_policies_that_rank_alike_are_said_to():
 def test_a_difference_within_its_error_turns_nothing():
     noisy = DEAR.copy()
     noisy["mass_recall"] -= np.where(noisy["sample"] == 1, 0.06, 0.0)
-    held = (held_at(points(x), "tokens", [0.25]) for x in (noisy, CHEAP))
-    assert gap(*held, 0.25).error == pytest.approx(0.03)
+    noise, calm = (held_at(points(x), "tokens", [0.25]) for x in (noisy, CHEAP))
+    assert gaps(noise, calm)[0.25].error == pytest.approx(0.03)
     assert turns(pd.concat([noisy, CHEAP])) == []
 
 

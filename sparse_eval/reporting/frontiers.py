@@ -121,10 +121,14 @@ class Gap:
         return f"{abs(self.mean):.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
 
 
-def gap(a: pd.DataFrame, b: pd.DataFrame, share: float) -> Gap:
-    """Line a less line b (of held_at) at a share, over the prompts where both reach it."""
-    series = (a[share] - b[share]).dropna()
-    return Gap(series.mean(), series.sem(), len(series))
+def gaps(a: pd.DataFrame, b: pd.DataFrame) -> dict[float, Gap]:
+    """Line a less line b (of held_at) at each share, over the prompts where both reach it."""
+    difference = a - b
+    columns = (difference.mean(), difference.sem(), difference.count())
+    return {
+        share: Gap(float(mean), float(error), int(n))
+        for share, mean, error, n in zip(difference.columns, *columns, strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -161,14 +165,12 @@ def turns(rows: pd.DataFrame) -> list[Turn]:
     )
     found = []
     for a, b in itertools.combinations(lines, 2):
-        here = []
-        for share in GRID_SHARES:
-            gaps = gap(tokens[a], tokens[b], share), gap(in_bytes[a], in_bytes[b], share)
-            same_prompts = gaps[0].n == gaps[1].n
-            all_clear = same_prompts and all(g.is_clear for g in gaps)
-            if all_clear and gaps[0].mean * gaps[1].mean < 0:
-                first, second = (a, b) if gaps[0].mean > 0 else (b, a)
-                here.append(Turn(first, second, share, *gaps))
+        by_tokens, by_bytes = gaps(tokens[a], tokens[b]), gaps(in_bytes[a], in_bytes[b])
+        here = [
+            Turn(*((a, b) if x.mean > 0 else (b, a)), share, x, y)
+            for share, x, y in zip(GRID_SHARES, by_tokens.values(), by_bytes.values(), strict=True)
+            if x.is_clear and y.is_clear and x.n == y.n and x.mean * y.mean < 0
+        ]
         found += sorted(here, key=lambda turn: -turn.size)[:1]
     return sorted(found, key=lambda turn: -turn.size)
 

@@ -22,6 +22,7 @@ const METRICS = {
   recall: { label: "recall", axis: "recall (share of mass)", best: 1 },
   contested: { label: "contested recall", axis: "contested recall (share of the rest)", best: 1 },
   output_error: { label: "output error", axis: "output error (relative L2)", best: 0 },
+  lse_error: { label: "LSE error", axis: "error of the log-sum-exp (nats)", best: 0 },
 };
 
 const MARKERS = {
