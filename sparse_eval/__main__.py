@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparse_eval.cli.compose import Checked
+    from sparse_eval.cli.compose import Checked, Composer
 
 HELP = """\
 python -m sparse_eval [key=value …]          one run
@@ -62,8 +62,8 @@ def flags_first(words: Sequence[str]) -> list[str]:
 def check(words: Sequence[str]) -> Checked | None:
     """Compose and validate every job. None: there is nothing left to do (the plan is printed)."""
     from sparse_eval.cli.compose import Checked, Composer, parse, sweep_jobs
+    from sparse_eval.cli.config import check_values
     from sparse_eval.cli.pack import pack, packed_keys, without_hydra
-    from sparse_eval.cli.settings import resolve
 
     flags, overrides = split_words(words)
     parsed = parse(overrides)
@@ -83,14 +83,15 @@ def check(words: Sequence[str]) -> Checked | None:
         else [without_hydra(overrides)]
     )
     is_plan = any(word.replace(" ", "").lower() == "plan=true" for word in overrides)
-    if not is_plan:
-        for job in jobs:
-            resolve(composer, job)
     if not is_sweep:
         packed_keys(composer.compose(jobs[0]))
     elif swept:
         overrides, unpacked = pack(composer, overrides), jobs
         jobs = [without_hydra(job) for job in sweep_jobs(parse(overrides))]
+    if not is_plan:
+        for job in jobs:
+            check_values(composer.compose(job))
+        resolve_each(composer, jobs)
     if is_plan:
         from sparse_eval.cli.plan import print_plan
 
@@ -102,6 +103,14 @@ def check(words: Sequence[str]) -> Checked | None:
         return None
     flag_words = [word for word in words if word not in flags.overrides]
     return Checked([*flag_words, *overrides], jobs, is_sweep, composer)
+
+
+def resolve_each(composer: Composer, jobs: Sequence[Sequence[str]]) -> None:
+    """Validates what policies, model and device say of the jobs; torch is imported here."""
+    from sparse_eval.cli.settings import resolve
+
+    for job in jobs:
+        resolve(composer, job)
 
 
 def attempt(composer: Any, job: Sequence[str]) -> Any:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,14 +25,18 @@ from sparse_eval.cli.failure import PartsFailed, run_guarded, stop_on_signals, t
 from sparse_eval.cli.kits import KITS
 from sparse_eval.cli.progress import Level, Progress
 from sparse_eval.cli.settings import resolve
-from sparse_eval.cli.sweep import SweepResult, finish_sweep
 from sparse_eval.core import Row
 from sparse_eval.device import describe_device, peak_memory_bytes
 from sparse_eval.models import model_info
 from sparse_eval.parts import Parts, config_record, parts_of
-from sparse_eval.report import write_report
-from sparse_eval.results import CellStore, Journal, provenance, write_parquet, write_summary
-from sparse_eval.tracking import Tracker, make_tracker, track_sweep
+from sparse_eval.provenance import provenance
+from sparse_eval.results import write_parquet, write_summary
+from sparse_eval.storage.cells import CellStore
+from sparse_eval.storage.journal import Journal
+from sparse_eval.tracking.tracker import Tracker, make_tracker, track_sweep
+
+if TYPE_CHECKING:
+    from sparse_eval.cli.sweep import SweepResult
 
 log = logging.getLogger("sparse_eval")
 
@@ -152,6 +156,8 @@ def measure(
 
 def present(folder: Path, progress: Progress, tracker: Tracker) -> None:
     """Pictures and page of a run on its own."""
+    from sparse_eval.report import write_report  # loads the plotting libraries
+
     with progress.stage("pictures and report"):
         page = write_report(folder)
     tracker.log_plots([*sorted((folder / "plots").glob("*.png")), page])
@@ -222,6 +228,8 @@ def check_writable(checked: Checked) -> None:
 
 def end_sweep(words: list[str]) -> bool:
     """What a sweep leaves behind its jobs' folders. Returns whether every job ran through."""
+    from sparse_eval.cli.sweep import finish_sweep  # loads the plotting libraries
+
     progress = Progress()
     if SWEEP.folder is None or not SWEEP.folder.is_dir():
         return False

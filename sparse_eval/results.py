@@ -25,10 +25,10 @@ from sparse_eval.storage.columns import (
     NEEDLE_COLUMNS,
     RECALL_COLUMNS,
     SCHEMA,
-    frame_of,
 )
 from sparse_eval.storage.files import to_json, write_atomic
 from sparse_eval.storage.journal import Journal
+from sparse_eval.storage.table import frame_of
 
 if TYPE_CHECKING:
     from sparse_eval.core import Row

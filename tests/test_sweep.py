@@ -149,6 +149,20 @@ def test_a_sweep_leaves_one_table_one_page_and_its_failures(go, tmp_path):
     assert set(load(folder / "rows.parquet")["budget_tokens"]) == {64, 96}
 
 
+def test_a_text_that_is_too_short_is_told_once_whatever_the_policies(go, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("many words " * 40)
+    words = ["context=4000", "prompts=file", f"prompts.path={text}", "prompts.n=1"]
+    run = ["model=tiny_llama", *words, "policy=quest", "compare=[window,random]", "budget=[64,96]"]
+    assert go(*run) == 1
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("the text is too short") == 1
+    assert go("-m", *run[:-1], "budget=64,96") == go("-m", *run[:-1], "budget=64,96") == 1
+    sweep = folders(tmp_path)[-1]
+    [failure] = json.loads((sweep / "failures.json").read_text())
+    assert "retry_failed=true tries again" in failure["error"]  # known: nothing was tried
+
+
 @pytest.fixture
 def breaks(tmp_path, monkeypatch):
     (tmp_path / "breaking.py").write_text(BROKEN)
@@ -194,6 +208,13 @@ def test_a_policy_that_breaks_costs_only_its_own_cells(go, tmp_path, breaks, cap
     sys.modules.pop("breaking", None)
     assert go(*sweep) == 0  # other code: another job
     assert "Breaks" in set(load(folders(tmp_path)[-1])["policy"])
+
+
+def test_two_policies_that_break_leave_the_others_measured(go, tmp_path, breaks):
+    words = ["policy=external", "policy.target=breaking.Breaks", "budget=[64,96]"]
+    assert go(*TINY, *words, "compare=[]") == 1
+    assert go(*TINY, *words, "compare=[window]") == 1
+    assert set(load(folders(tmp_path)[-1])["policy"]) == {"window"}
 
 
 def test_what_failed_is_tried_again_when_asked(go, tmp_path, monkeypatch, capsys):

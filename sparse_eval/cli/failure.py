@@ -35,9 +35,10 @@ class PartsFailed(Exception):
     def __init__(self, failures: Sequence[dict[str, str]], num_parts: int) -> None:
         self.failures = list(failures)
         first = self.failures[0]
+        others = "" if len(self.failures) == num_parts else ", the others are measured"
         super().__init__(
-            f"{len(self.failures)} of {num_parts} (policy, budget) failed, the others are "
-            f"measured; {first['part']}: {first['error']}"
+            f"{len(self.failures)} of {num_parts} (policy, budget) failed{others}; "
+            f"{first['part']}: {first['error']}"
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from sparse_eval.cli.compose import Composer, parse, sweep_jobs
+from sparse_eval.cli.config import compared
 
 PACKABLE = ("policy", "budget")
 
@@ -31,7 +32,7 @@ def pack(composer: Composer, overrides: Sequence[str]) -> list[str]:
         words = replaced(words, "budget", f"budget=[{','.join(budgets_of(swept['budget']))}]")
     if "policy" in wanted and "policy" in swept and can_pack_policies(parsed, swept):
         main, *others = dict.fromkeys(values_of(swept["policy"]))
-        compare = dict.fromkeys([*others, *config["compare"]])
+        compare = dict.fromkeys([*others, *compared(config["compare"])])
         words = replaced(words, "policy", f"policy={main}")
         words = [word for word in words if not word.startswith("compare=")]
         words.append(f"compare=[{','.join(map(quoted, compare))}]")

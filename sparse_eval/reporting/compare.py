@@ -14,7 +14,7 @@ from rich.table import Table
 
 from sparse_eval.reporting.paired import holm, least_p, paired
 from sparse_eval.reporting.summarise import distinct_labels, prompts_of, sparse_rows
-from sparse_eval.storage.columns import frame_of
+from sparse_eval.storage.table import frame_of
 
 MUST_AGREE = ("schema", "dtype", "protocol", "model", "revision", "weights")
 """Runs that differ in one of these measured different things: their samples are no pairs."""
