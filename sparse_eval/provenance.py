@@ -112,6 +112,7 @@ def command() -> str:
     return shlex.join([Path(program).name, *words])
 
 
+@cache
 def version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
