@@ -27,8 +27,9 @@ SETTING = [
 
 TIMES = ["median_us", "p10_us", "p90_us"]
 NOTE = (
-    "µs: median (10th to 90th percentile of the repeats within one run); B / A: below 1, B is "
-    "faster; apart: the two ranges do not overlap. Sessions were not repeated: no test."
+    "µs: median (10th to 90th percentile of the repeats within one run); B / A: of the medians, "
+    "below 1 where B is faster; one is called faster where the two ranges are apart. Neither run "
+    "was repeated: no test."
 )
 
 
@@ -94,15 +95,15 @@ def timing_lines(pairs: pd.DataFrame) -> TextTable:
             f"{line['batch']:.0f}",
             f"{line['context']:,.0f}",
             mode_of(line),
-            *(microseconds(*(line[f"{t}_{run}"] for t in TIMES)) for run in "ab"),
             f"{line['ratio']:.3f}",
             in_words(line),
+            *(microseconds(*(line[f"{t}_{run}"] for t in TIMES)) for run in "ab"),
         ]
         for line in lines_of(pairs)
     ]
     varied = [name.replace("_", " ") for name in varying]
-    head = ["work", *varied, "batch", "context", "mode", "A µs", "B µs", "B / A", "ranges"]
-    return TextTable(head, lines, NOTE, (*varied, "mode", "ranges"))
+    head = ["work", *varied, "batch", "context", "mode", "B / A", "verdict", "A µs", "B µs"]
+    return TextTable(head, lines, NOTE, (*varied, "mode", "verdict"))
 
 
 def value_of(value: object) -> str:

@@ -41,7 +41,7 @@ LM_EVAL_COLUMNS = names(
 LATENCY_COLUMNS = names(
     "what batch num_heads num_kv_heads head_dim graph l2_resident median_us p10_us p90_us bytes"
     " terabytes_per_s ceiling_fraction baseline speedup_vs_sdpa speedup_vs_best"
-    " model_speedup_bound tokens_per_second buffers lists"
+    " model_speedup_bound tokens_per_second buffers lists run"
 )
 ALL_COLUMNS = tuple(
     dict.fromkeys(
@@ -59,7 +59,7 @@ TEXT = frozenset(
         "task sample prompt_hash prompts model revision weights policy policy_config protocol"
         " backend device dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
         " loglikelihood_mode what baseline role chat kv_form expected output needle"
-        " dense_output lists"
+        " dense_output lists run"
     )
 )
 INTEGER = frozenset(
@@ -74,5 +74,7 @@ NUMBER = frozenset(ALL_COLUMNS) - TEXT - INTEGER - FLAG - LIST
 
 CELL_IDENTITY = names(
     "cell_key layer kv_head needle_kind depth lm_task metric what batch graph l2_resident baseline"
+    " run"
 )
-"""Two rows that agree in all of these are the same measurement, whatever folder they lie in."""
+"""Two rows that agree in all of these are the same measurement, whatever folder they lie in. run:
+timings belong to the session that took them; results.load says which, other rows have none."""
