@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -35,11 +36,16 @@ def main() -> None:
         print(HELP)
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without × or µ shows ?, and goes on
     try:
         checked = check(words)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # nothing has begun
     if checked is not None:
         from sparse_eval.app import main as run_app
 
@@ -66,7 +72,8 @@ def check(words: Sequence[str]) -> Checked | None:
     from sparse_eval.cli.pack import pack, packed_keys, without_hydra
 
     flags, overrides = split_words(words)
-    parsed = parse(overrides)
+    composer = Composer(tuple([flags.config_dir] if flags.config_dir else []))
+    parsed = parse(overrides, composer.loader)
     is_sweep = flags.multirun
     swept = [o.input_line for o in parsed if o.is_sweep_override()]
     if swept and not is_sweep:
@@ -74,7 +81,6 @@ def check(words: Sequence[str]) -> Checked | None:
             f"{swept[0]} lists several values, which is a sweep: "
             f"python -m sparse_eval -m {' '.join(words)}"
         )
-    composer = Composer(tuple([flags.config_dir] if flags.config_dir else []))
     composer.check_words(parsed)
     composer.check_launcher(parsed)
     jobs = (
@@ -87,7 +93,7 @@ def check(words: Sequence[str]) -> Checked | None:
         packed_keys(composer.compose(jobs[0]))
     elif swept:
         overrides, unpacked = pack(composer, overrides), jobs
-        jobs = [without_hydra(job) for job in sweep_jobs(parse(overrides))]
+        jobs = [without_hydra(job) for job in sweep_jobs(parse(overrides, composer.loader))]
     if not is_plan:
         for job in jobs:
             check_values(composer.compose(job))

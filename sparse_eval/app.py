@@ -21,7 +21,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from sparse_eval.cli.compose import Checked, Composer
 from sparse_eval.cli.config import Settings
-from sparse_eval.cli.failure import PartsFailed, run_guarded, stop_on_signals, told
+from sparse_eval.cli.failure import (
+    PartsFailed,
+    run_guarded,
+    stop_on_signals,
+    stoppable,
+    told,
+)
 from sparse_eval.cli.kits import KITS
 from sparse_eval.cli.progress import Level, Progress
 from sparse_eval.cli.settings import resolve
@@ -62,8 +68,10 @@ def register_resolvers() -> None:
 
 
 def short_name(text: Any) -> str:
-    """A folder's name: paths among the overrides would make folders of their own."""
-    return re.sub(r"[^\w.,=+\[\]-]", "_", str(text))[:80]
+    """A folder's name: paths among the overrides would make folders of their own, and a file
+    system counts bytes (255 at most)."""
+    name = re.sub(r"[^\w.,=+\[\]-]", "_", str(text))[:80]
+    return name.encode()[:200].decode(errors="ignore")
 
 
 register_resolvers()  # also in a launcher's workers, which import this module and no other
@@ -200,15 +208,24 @@ def main(checked: Checked) -> None:
     check_writable(checked)
     sys.argv[1:] = checked.words
     stop_on_signals()
+    with stoppable():
+        failed = not jobs_end_well(checked)
+    if failed:
+        sys.exit(1)
+
+
+def jobs_end_well(checked: Checked) -> bool:
+    """Runs every job, then the end of a sweep, also where Hydra ends with an error of its own; not
+    where somebody stopped it."""
     try:
         hydra.main(version_base="1.3", config_path="pkg://sparse_eval.conf", config_name="config")(
             job
         )()
-    finally:
-        stopped = isinstance(sys.exc_info()[1], SystemExit) and sys.exc_info()[1].code != 1  # type: ignore[union-attr]
-        failed = bool(SWEEP.jobs) and not stopped and not end_sweep(checked.words)
-    if failed:
-        sys.exit(1)
+    except SystemExit as end:
+        if end.code == 1 and SWEEP.jobs:
+            end_sweep(checked.words)
+        raise
+    return not SWEEP.jobs or end_sweep(checked.words)
 
 
 def check_writable(checked: Checked) -> None:

@@ -105,10 +105,10 @@ class Parts:
             return None
         try:
             failure = json.loads(memory_path(part).read_text())
-        except (OSError, ValueError):
+            line = f"{failure['error']} (failed {failure['when']}; retry_failed=true tries again)"
+            return {"error": line, "traceback": str(failure["traceback"])}
+        except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged: tried again
             return None
-        line = f"{failure['error']} (failed {failure['when']}; retry_failed=true tries again)"
-        return {"error": line, "traceback": failure["traceback"]}
 
     def remember(self, part: Settings, error: Exception) -> None:
         passing = isinstance(error, PASSING) or "OutOfMemory" in type(error).__name__

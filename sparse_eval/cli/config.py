@@ -103,7 +103,7 @@ def check_values(cfg: Mapping[str, Any]) -> None:
     for key in cfg:
         if key not in KEYS:
             raise ValueError(unknown_key(key, KEYS))
-    one_of(cfg["task"], "name", TASKS)
+    one_of(cfg["task"], "name", TASKS, "task.")
     for key in ("plan", "cache_prefill", "retry_failed"):
         flag(cfg, key)
     for key in SHARED_FIELDS:
@@ -117,6 +117,10 @@ def check_values(cfg: Mapping[str, Any]) -> None:
         integer(cfg, key, 0)
     for key in ("name", "cache_dir", "device", "dtype", "backend"):
         text(cfg, key)
+    if Path(cfg["name"]).is_absolute() or ".." in Path(cfg["name"]).parts:
+        raise ValueError(f"name must be a folder's name under outputs/, got {cfg['name']!r}")
+    if cfg["model_cache"] is not None:
+        text(cfg, "model_cache")
     gigabytes(cfg, "cache_gb")
     check_tracking(cfg["tracking"])
 
@@ -136,10 +140,10 @@ def integer(cfg: Mapping[str, Any], key: str, least: int, group: str = "") -> in
     return value
 
 
-def one_of(cfg: Mapping[str, Any], key: str, accepted: Sequence[str]) -> str:
+def one_of(cfg: Mapping[str, Any], key: str, accepted: Sequence[str], group: str = "") -> str:
     value = cfg[key]
     if value not in accepted:
-        raise ValueError(f"{key} must be one of {', '.join(accepted)}, got {value!r}")
+        raise ValueError(f"{group}{key} must be one of {', '.join(accepted)}, got {value!r}")
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparse_eval.check import policy_class
 from sparse_eval.cli import config
-from sparse_eval.cli.compose import Composer
+from sparse_eval.cli.compose import Composer, quoted
 from sparse_eval.cli.config import NamedPolicy, Settings
 from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
 from sparse_eval.inputs.store import user_cache
@@ -56,7 +56,7 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
         dtype=dtype,
         seed=config.integer(cfg, "seed", 0),
         name=config.text(cfg, "name"),
-        cache_dir=Path(config.text(cfg, "cache_dir")),
+        cache_dir=Path(config.text(cfg, "cache_dir")).expanduser(),
         model_cache=Path(cfg["model_cache"] or user_cache()).expanduser(),
         cache_prefill=config.flag(cfg, "cache_prefill"),
         verbose=config.integer(cfg, "verbose", 0),
@@ -93,13 +93,19 @@ def policies_of(
     """The main policy first, then those it is compared with; equal labels are measured once."""
     main_name = choice(overrides, "policy") or "quest"
     others = [word for word in overrides if not re.match(r"\+*policy[.=]", word)]
-    plain = composer.compose([*others, f"policy={main_name}"]) if main_name != "external" else cfg
+    plain = (
+        composer.compose([*others, f"policy={quoted(main_name)}"])
+        if main_name != "external"
+        else cfg
+    )
     main = build_policy(main_name, cfg["policy"])
     named = [NamedPolicy(label(main_name, cfg["policy"], plain["policy"]), main)]
     for word in config.compared(cfg["compare"]):
         name, *fields = word.split(":")
         composer.check_option("policy", name)
-        chosen = composer.compose([*others, f"policy={name}", *(f"policy.{f}" for f in fields)])
+        chosen = composer.compose(
+            [*others, f"policy={quoted(name)}", *(f"policy.{f}" for f in fields)]
+        )
         policy = build_policy(name, chosen["policy"])
         named.append(NamedPolicy(word, policy))
     return tuple({n.label: n for n in named}.values())
@@ -107,7 +113,7 @@ def policies_of(
 
 def choice(overrides: Sequence[str], group: str) -> str | None:
     values = [word.partition("=")[2] for word in overrides if word.startswith(f"{group}=")]
-    return values[-1] if values else None
+    return values[-1].strip("'\"") if values else None
 
 
 def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:

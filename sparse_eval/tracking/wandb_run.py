@@ -122,8 +122,12 @@ class WandbTracker:
         """Whether an earlier offline run of this id holds the rows and still lies in its folder."""
         if not self.is_offline or self.note is None or not self.note.is_file():
             return False
-        told = json.loads(self.note.read_text())
-        if told["digest"] != digest or not Path(told["folder"]).is_dir():
+        try:
+            told = json.loads(self.note.read_text())
+            is_same = told["digest"] == digest and Path(told["folder"]).is_dir()
+        except (OSError, ValueError, KeyError, TypeError):  # damaged: as if it were not there
+            return False
+        if not is_same:
             return False
         self.say(f"W&B: these rows are already in {told['folder']}: not logged twice")
         return True
