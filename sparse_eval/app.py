@@ -58,6 +58,10 @@ class Sweep:
 
 SWEEP = Sweep()
 
+PROBE_BYTES = 2**20
+"""Room that there must be under outputs/ before a run begins: what a small one leaves, less its
+page."""
+
 
 def register_resolvers() -> None:
     """${run_id:} six hex digits a run or sweep; ${short_name:text} a file name of at most 80."""
@@ -207,6 +211,8 @@ def main(checked: Checked) -> None:
     SWEEP.jobs = checked.jobs if checked.is_sweep else []
     check_writable(checked)
     sys.argv[1:] = checked.words
+    log.addHandler(logging.NullHandler())  # before and after Hydra's own, nothing on the terminal
+    logging.raiseExceptions = False  # a full disk is told once, by the run
     stop_on_signals()
     with stoppable():
         failed = not jobs_end_well(checked)
@@ -236,8 +242,8 @@ def check_writable(checked: Checked) -> None:
     folder = Path("outputs") / checked.composer.compose(checked.jobs[0])["name"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROBE_BYTES))
     except OSError as error:
         print(f"error: {folder} cannot be written ({error})", file=sys.stderr)
         sys.exit(1)
@@ -254,7 +260,7 @@ def end_sweep(words: list[str]) -> bool:
         with progress.stage("pictures and report of the sweep"):
             result = finish_sweep(SWEEP.folder, SWEEP.jobs)
     except Exception as error:
-        log.exception("no report of the sweep")
+        log.debug("no report of the sweep", exc_info=True)  # the command below shows it again
         print(
             f"error: no report of the sweep ({told(error)}); its rows are kept, once mended: "
             f"python -m sparse_eval.report {SWEEP.folder}",
