@@ -93,11 +93,8 @@ def policies_of(
     """The main policy first, then those it is compared with; equal labels are measured once."""
     main_name = choice(overrides, "policy") or "quest"
     others = [word for word in overrides if not re.match(r"\+*policy[.=]", word)]
-    plain = (
-        composer.compose([*others, f"policy={quoted(main_name)}"])
-        if main_name != "external"
-        else cfg
-    )
+    has_fields = main_name != "external" and any(re.match(r"\+*policy\.", w) for w in overrides)
+    plain = composer.compose([*others, f"policy={quoted(main_name)}"]) if has_fields else cfg
     main = build_policy(main_name, cfg["policy"])
     named = [NamedPolicy(label(main_name, cfg["policy"], plain["policy"]), main)]
     for word in config.compared(cfg["compare"]):
