@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from sparse_eval.provenance import code_hash, provenance
@@ -91,7 +90,8 @@ def with_run(rows: pd.DataFrame, source: Path) -> pd.DataFrame:
     if "task" not in rows or "run" in rows or not (rows["task"] == "latency").any():
         return rows
     name = "/".join(source.resolve().parts[-2:])
-    return rows.assign(run=np.where(rows["task"] == "latency", name, None))
+    everywhere = pd.Series(name, rows.index, dtype=object)
+    return rows.assign(run=everywhere.where(rows["task"] == "latency", None))
 
 
 def row_sources(places: list[str | Path]) -> list[Path]:

@@ -173,7 +173,8 @@ def test_a_setting_that_differs_is_the_comparison_and_one_that_varies_tells_line
 
 def test_the_fastest_sdpa_of_one_run_meets_that_of_the_other():
     runs = [timings(what="sdpa", baseline=name).query("graph") for name in ("sdpa flash", "sdpa x")]
-    found = compare(*(run.drop_duplicates(["batch", "context"]) for run in runs), CONFIG, CONFIG)
+    a, b = (run.drop_duplicates(["batch", "context"]) for run in runs)
+    found = compare(a, b, CONFIG, CONFIG)
     [line, *_] = timing_lines(found.timings).lines
     assert len(found.timings) == 4 and line[5].endswith("(A: sdpa flash, B: sdpa x)")
 

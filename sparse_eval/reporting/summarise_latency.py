@@ -28,7 +28,7 @@ TABLE = (
 def split_latency(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Latency rows by what must be equal in one picture: a name for each setting, and each run
     where runs timed the same."""
-    parts = {}
+    parts: dict[str, pd.DataFrame] = {}
     for key, part in rows.groupby(list(SETTING), sort=False, dropna=False):
         model, device, dtype, page_size, budget, lists = key
         name = f"{model} shapes, {device}, {dtype}, page {page_size:.0f}, budget {budget:,.0f}"
