@@ -24,8 +24,8 @@ from sparse_eval.policies.scored import TopDelta, TopK, TopP
 from sparse_eval.prefill import decode_step, prefill
 from sparse_eval.reporting.show_recall import print_results
 from sparse_eval.results import CellStore
-from sparse_eval.storage.columns import frame_of
 from sparse_eval.storage.files import to_json
+from sparse_eval.storage.table import frame_of
 from sparse_eval.tasks.fidelity import Fidelity
 from sparse_eval.tasks.live_task import Arm, arms_of
 from sparse_eval.tasks.recall import Recall

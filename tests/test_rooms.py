@@ -24,7 +24,7 @@ LIBRARIES = {
         "lm_harness",
     },
     "hydra": {"app", "compose", "pack", "settings", "__main__"},
-    "wandb": {"tracking"},
+    "wandb": {"wandb_run", "wandb_service"},
 }
 
 
