@@ -146,8 +146,8 @@ def draw_recall(rows: pd.DataFrame, folder: Path) -> list[Path]:
         if part["budget_tokens"].nunique() > 1:
             pictures.append(recall_by_budget(part, folder / f"recall_by_budget{end}"))
         pictures.append(recall_heatmap(part, folder / f"recall_heatmap{end}"))
-        pictures.append(lse_curve(part, folder / f"read_lse{end}"))
         pictures.append(frontiers(part, folder / f"read_frontiers{end}"))
+        pictures.append(lse_curve(part, folder / f"read_lse{end}"))
         for policy in choosing_policies(part):
             name = f"read_density_{file_end(policy).strip('_')}{end}"
             pictures.append(density_heatmap(part, folder / name, policy))
