@@ -12,7 +12,7 @@ from typing import Any
 from sparse_eval.budgets import Budget, parse_budget, resolve_budget
 from sparse_eval.policies.base import Policy
 
-TASKS = ("recall", "needle", "fidelity", "latency")
+TASKS = ("recall", "needle", "fidelity", "lm_eval", "latency")
 QUERIES = ("greedy", "text")
 KEYS = tuple(
     [
@@ -20,6 +20,7 @@ KEYS = tuple(
         "policy",
         "prompts",
         "task",
+        "suite",
         "protocol",
         "tracking",
         "compare",

@@ -14,10 +14,17 @@ from rich.console import Console
 from sparse_eval.cli.config import Settings
 from sparse_eval.cli.progress import Progress
 from sparse_eval.core import Row
-from sparse_eval.reporting import show_fidelity, show_latency, show_needle, show_recall
+from sparse_eval.reporting import (
+    show_fidelity,
+    show_latency,
+    show_lm_eval,
+    show_needle,
+    show_recall,
+)
 from sparse_eval.results import CellStore
 from sparse_eval.tasks.fidelity import Fidelity
 from sparse_eval.tasks.latency import Latency
+from sparse_eval.tasks.lm_eval import LmEval
 from sparse_eval.tasks.needle import Needle
 from sparse_eval.tasks.recall import Recall
 
@@ -53,5 +60,6 @@ KITS = {
     "recall": Kit(Recall, show_recall, has_samples=False),
     "needle": Kit(Needle, show_needle),
     "fidelity": Kit(Fidelity, show_fidelity),
+    "lm_eval": Kit(LmEval, show_lm_eval),
     "latency": Kit(Latency, show_latency, has_samples=False),
 }

@@ -17,10 +17,11 @@ from sparse_eval.models import ModelInfo, model_info
 from sparse_eval.results import CellStore
 from sparse_eval.tasks.fidelity import Fidelity
 from sparse_eval.tasks.live_task import LiveTask, Work
+from sparse_eval.tasks.lm_eval import LmEval
 from sparse_eval.tasks.needle import Needle
 from sparse_eval.tasks.recall import Recall
 
-LIVE: dict[str, type[LiveTask]] = {"needle": Needle, "fidelity": Fidelity}
+LIVE: dict[str, type[LiveTask]] = {"needle": Needle, "fidelity": Fidelity, "lm_eval": LmEval}
 
 
 @dataclass(frozen=True)

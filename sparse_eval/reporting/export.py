@@ -12,6 +12,7 @@ import pandas as pd
 
 from sparse_eval.reporting.summarise import split_settings, summarise_recall
 from sparse_eval.reporting.summarise_fidelity import split_fidelity, summarise_fidelity
+from sparse_eval.reporting.summarise_lm_eval import split_lm_eval, summarise_lm_eval, task_table
 from sparse_eval.reporting.summarise_needle import split_needle, summarise_needle
 from sparse_eval.storage.files import write_atomic
 
@@ -43,11 +44,34 @@ COLUMNS = {
         "model_read_fraction": "KV read (share)",
         "n": "$n$",
     },
+    "lm_eval": {
+        "policy": "Policy",
+        "budget_tokens": "Budget (tokens)",
+        "score": "Mean score",
+        "difference": "Less dense",
+        "worst_task": "Worst task",
+        "worst": "Less dense there",
+        "model_read_fraction": "KV read (share)",
+        "tasks": "Tasks",
+        "n": "$n$",
+    },
+    "lm_eval_tasks": {
+        "lm_task": "Task",
+        "policy": "Policy",
+        "budget_tokens": "Budget (tokens)",
+        "value": "Score",
+        "difference": "Less dense",
+        "p_holm": "$p$ (Holm)",
+        "model_read_fraction": "KV read (share)",
+        "n": "$n$",
+    },
 }
 INTERVALS = {
     "recall": "$\\pm$: one standard error over the $n$ prompts.",
     "needle": "In brackets: Wilson's 95 \\% interval of the $n$ prompts.",
     "fidelity": "$\\pm$: one standard error over the $n$ prompts.",
+    "lm_eval": "Over tasks that passed the dense gate; $\\pm$: one standard error.",
+    "lm_eval_tasks": "Differences are paired by document; without $p$: not ranked.",
 }
 
 
@@ -64,6 +88,10 @@ def tables(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     if "fidelity" in tasks:
         for name, part in split_fidelity(rows).items():
             yield "fidelity", name, summarise_fidelity(part)
+    if "lm_eval" in tasks:
+        for name, part in split_lm_eval(rows).items():
+            yield "lm_eval", name, summarise_lm_eval(part)
+            yield "lm_eval_tasks", name, task_table(part)
 
 
 def export(
@@ -118,7 +146,7 @@ def latex_cell(key: str, line: dict[Any, Any]) -> str:
         return escaped(value)
     if math.isnan(value):
         return "--"
-    if key in ("budget_tokens", "n"):
+    if key in ("budget_tokens", "n", "tasks"):
         return f"{value:.0f}"
     if key == "tokens_read":
         return f"{value:.1f}"

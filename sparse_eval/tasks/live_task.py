@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -62,6 +62,13 @@ def arms_of(settings: Settings) -> list[Arm]:
     ]
 
 
+class HasPromptQueries(Protocol):
+    """A dense prefill, of one prompt or of several."""
+
+    @property
+    def prompt_queries(self) -> dict[int, Tensor] | None: ...
+
+
 @dataclass
 class LiveTask(ABC):
     """settings: the run's. The model is loaded only if some cell was never measured."""
@@ -92,7 +99,9 @@ class LiveTask(ABC):
         """Further keys of summary.json."""
         return {}
 
-    def prefill(self, ids: Tensor, what: str, key: str) -> Prefilled:
+    def prefill(
+        self, ids: Tensor, what: str, key: str, *, is_one_of_many: bool = False
+    ) -> Prefilled:
         """Of ids[:-1], dense; with cache_prefill=true kept on disk under its content's key."""
         s, model = self.settings, self.loaded.model
         path = s.cache_dir / "prefills" / f"{key}.safetensors"
@@ -101,7 +110,10 @@ class LiveTask(ABC):
                 return load_prefill(path, model, ids)
             except ValueError as error:
                 self.progress.warn(f"{error}; prefilling again")
-        with self.progress.bar(f"prefill, {what}", len(ids) - 1) as tick:
+        bar = self.progress.bar(
+            f"prefill, {what}", len(ids) - 1, is_one_of_many=is_one_of_many
+        )
+        with bar as tick:
             num_queries = s.task["prompt_queries"]
             filled = prefill(model, ids, num_prompt_queries=num_queries, on_tokens=tick)
         if s.cache_prefill:
@@ -114,7 +126,7 @@ class LiveTask(ABC):
     def under(
         self,
         arm: Arm,
-        filled: Prefilled,
+        filled: HasPromptQueries,
         *,
         question_tokens: int | None = None,
         on_select: OnSelect | None = None,
