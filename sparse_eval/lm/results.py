@@ -121,7 +121,9 @@ def sample_row(
     answers = row["answers"]
     columns = {
         **{name: x for name, x in row.items() if name not in ("answers", "stock")},
-        "cell_key": cell_key({"cell": row["cell_key"], "document": sample.doc_id}),
+        "cell_key": cell_key(
+            {"cell": row["cell_key"], "task": answered.part.name, "document": sample.doc_id}
+        ),
         "role": "sample",
         "metric": primary.name,
         "value": value,
