@@ -22,6 +22,7 @@ LIBRARIES = {
         "attention",
         "live",
         "lm_harness",
+        "token_count",
     },
     "hydra": {"app", "compose", "pack", "settings", "__main__"},
     "wandb": {"tracking"},
