@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("lm_eval")
-logging.getLogger("lm_eval").setLevel(logging.ERROR)
-
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -20,6 +16,8 @@ from sparse_eval.policies.full import Full
 from sparse_eval.policies.window import Window
 from tests.lm_tasks.tiny_data import documents
 from tests.tiny import tiny_loaded
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 DOCS = documents(6, 90)
 PROMPTS = [doc["context"] + doc["question"] for doc in DOCS]
@@ -68,9 +66,7 @@ def test_full_writes_what_stock_hflm_writes(tiny, batch_size):
 
 def test_full_gives_stock_log_likelihoods(tiny):
     requests = [*choices(), Instance("loglikelihood", {}, ("", "some words"), 0)]
-    ours, stock = (
-        lm.loglikelihood(requests) for lm in (dense(tiny), lm_of(HFLM, tiny))
-    )
+    ours, stock = (lm.loglikelihood(requests) for lm in (dense(tiny), lm_of(HFLM, tiny)))
     for (value, greedy), (expected, expected_greedy) in zip(ours, stock, strict=True):
         assert value == pytest.approx(expected, abs=1e-4)
         assert greedy == expected_greedy

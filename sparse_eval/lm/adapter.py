@@ -17,10 +17,10 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from sparse_eval.device import resolve_device
+from sparse_eval.live import patched
 from sparse_eval.lm.decode import judge
 from sparse_eval.lm.requests import Ask
 from sparse_eval.lm.stack import Decoder, Stack, stack
-from sparse_eval.live import patched
 from sparse_eval.policies.base import Policy
 from sparse_eval.prefill import prefill
 from sparse_eval.trace import Trace
@@ -30,10 +30,12 @@ NUM_PROMPT_QUERIES = 64
 
 @register_model("sparse_eval")
 class PolicyLM(HFLM):
-    """policy: an instance, a name of conf/policy/ or a dotted class name. policy_config: its fields
-    by name. budget: tokens a KV head may read per step; selections counts what the policy chose. dense_layers: "0:1" or a list. protocol,
-    question_tokens, kernels: as `patched` has them (its backend). strict: refuse prompts that do
-    not fit instead of counting them in `truncated`. The other arguments are HFLM's."""
+    """HFLM under a policy; arguments that are not named here are HFLM's.
+
+    policy: an instance, a name of conf/policy/ or a dotted class name. policy_config: its fields by
+    name. budget: tokens a KV head may read per step. dense_layers: "0:1" or a list. question_tokens
+    and kernels are `patched`'s, the latter its backend. strict: refuse prompts that do not fit
+    instead of counting them in `truncated`. selections: how often the policy chose."""
 
     def __init__(
         self,
@@ -68,8 +70,8 @@ class PolicyLM(HFLM):
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         raise ValueError(
-            "lm-eval's response cache (--use_cache) knows no policy and would hand one's answers to "
-            "another: it is refused; task=lm_eval keeps finished answers by policy and budget"
+            "lm-eval's response cache (--use_cache) knows no policy and would hand one's answers "
+            "to another: it is refused; task=lm_eval keeps finished answers by policy and budget"
         )
 
     @contextlib.contextmanager
@@ -106,7 +108,9 @@ class PolicyLM(HFLM):
         if length <= room:
             return
         if self.strict:
-            raise ValueError(f"a prompt of {length} tokens does not fit into {room}, and strict=True")
+            raise ValueError(
+                f"a prompt of {length} tokens does not fit into {room}, and strict=True"
+            )
         self.truncated += 1
 
     def _model_generate(
@@ -115,12 +119,10 @@ class PolicyLM(HFLM):
         with self.under():
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
 
-    def loglikelihood_rolling(
-        self, requests: list[Any], disable_tqdm: bool = False
-    ) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         raise ValueError(
-            "loglikelihood_rolling has no prompt that a decode-time policy could select from: it is "
-            "refused"
+            "loglikelihood_rolling has no prompt that a decode-time policy could select from: "
+            "it is refused"
         )
 
     def _loglikelihood_tokens(

@@ -54,7 +54,8 @@ class Batch:
         """By the tokens that are prefilled, and what their cache depends on."""
         cached = {ask.ids[: ask.num_cached] for s in self.samples for ask in s.asks}
         return {
-            ids: self.task.prefill_key(hash_of(torch.tensor(ids)), len(ids)) for ids in sorted(cached)
+            ids: self.task.prefill_key(hash_of(torch.tensor(ids)), len(ids))
+            for ids in sorted(cached)
         }
 
     @cached_property
@@ -177,9 +178,7 @@ class Batch:
     def _of_sample(self, i: int, answers: dict[Place, Any]) -> list[Any]:
         return [answers[i, j] for j in range(len(self.samples[i].asks))]
 
-    def _row(
-        self, arm: Arm, i: int, answers: dict[Place, Any], read: dict[Place, Row]
-    ) -> Row:
+    def _row(self, arm: Arm, i: int, answers: dict[Place, Any], read: dict[Place, Row]) -> Row:
         sample = self.samples[i]
         own = [columns for place, columns in read.items() if place[0] == i]
         return {

@@ -10,6 +10,8 @@ from typing import Any
 from sparse_eval.needle.config import GateConfig, is_number, listed, whole_number
 
 CHATS = ("none", "template")
+LEAST_RULER = 1024
+"""Tokens at which all of RULER's generators were seen to end."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,16 @@ class LmConfig:
     question_tokens: int | None
     seed: int
 
+    @property
+    def all_metadata(self) -> dict[str, Any]:
+        """The metadata given, and what tasks that are made on demand should know of this run."""
+        made: dict[str, Any] = {"apply_chat_template": True} if self.chat != "none" else {}
+        limits = self.limit.values() if isinstance(self.limit, Mapping) else (self.limit,)
+        counts = [int(limit) for limit in limits if limit is not None and limit >= 1]
+        if counts:
+            made["num_samples"] = max(counts) + self.gate.n
+        return made | dict(self.metadata)
+
     def num_documents(self, task: str, available: int) -> int:
         """How many of a task's documents are compared."""
         limit = self.limit.get(task) if isinstance(self.limit, Mapping) else self.limit
@@ -72,6 +84,7 @@ def lm_config(task: Mapping[str, Any], protocol: Mapping[str, Any], seed: int) -
         raise ValueError(f"task.strict must be true or false, got {task['strict']!r}")
     if not isinstance(task["metadata"], Mapping):
         raise ValueError(f"task.metadata must be a mapping, got {task['metadata']!r}")
+    check_ruler(task["metadata"].get("max_seq_lengths", []))
     asked = protocol.get("question_tokens")
     return LmConfig(
         tasks=tuple(dict.fromkeys(tasks)),
@@ -90,6 +103,12 @@ def lm_config(task: Mapping[str, Any], protocol: Mapping[str, Any], seed: int) -
         question_tokens=optional("protocol.question_tokens", asked, 1),
         seed=seed,
     )
+
+
+def check_ruler(lengths: Any) -> None:
+    """RULER's own generators do not end where a length leaves no room for their sentences."""
+    for length in listed("task.metadata.max_seq_lengths", lengths) if lengths != [] else ():
+        whole_number("task.metadata.max_seq_lengths", length, LEAST_RULER)
 
 
 def floor_config(gate: Mapping[str, Any]) -> FloorConfig:

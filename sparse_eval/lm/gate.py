@@ -57,9 +57,7 @@ def chance_of(task: Any, samples: Sequence[Sample]) -> float:
     return 0.0
 
 
-def judge(
-    name: str, chance: float, primary: Metric | None, on: str, config: FloorConfig
-) -> Gate:
+def judge(name: str, chance: float, primary: Metric | None, on: str, config: FloorConfig) -> Gate:
     """primary: dense's on the gate's documents; None: none were asked."""
     floor = config.floor(name, chance)
     if primary is None:
@@ -67,7 +65,7 @@ def judge(
     values = primary.measured
     mean = sum(values) / len(values) if values else NAN
     lower = NAN
-    if values and primary.higher_is_better and 0 <= min(values) and max(values) <= 1:
+    if values and primary.higher_is_better and min(values) >= 0 and max(values) <= 1:
         lower = wilson_lower(sum(values), len(values), config.confidence)
     elif name in config.floors:  # no bound is known for such a score: its mean must do
         lower = mean if primary.higher_is_better else -mean

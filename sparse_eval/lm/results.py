@@ -1,4 +1,4 @@
-"""A task's answers under every arm -> its rows: one per document and arm, one per metric and arm."""
+"""A task's answers under every arm -> rows: one per document and arm, one per metric and arm."""
 
 from __future__ import annotations
 
@@ -244,7 +244,9 @@ def group_rows(done: Sequence[Answered], i: int, groups: Mapping[str, Any]) -> I
                 "role": "group",
                 "lm_task": name,
                 "metric": metric,
-                "cell_key": cell_key({"group": name, "cells": [a.part.name for a in done], "of": first["cell_key"]}),
+                "cell_key": cell_key(
+                    {"group": name, "cells": [a.part.name for a in done], "of": first["cell_key"]}
+                ),
                 "value": float(value),
                 "stderr": float(error) if isinstance(error, int | float) else NAN,
                 "n": found["sample_len"],

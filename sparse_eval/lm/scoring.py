@@ -38,7 +38,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Scores:
-    """metrics: by name, the primary one first. raw: lm-eval's own record of the task, for groups."""
+    """metrics: by name, the primary one first. raw: lm-eval's record of the task, for groups."""
 
     metrics: dict[str, Metric]
     raw: Mapping[str, Any]

@@ -74,7 +74,10 @@ def is_known(found: Any, name: str) -> bool:
 
 
 def load_suite(
-    names: Sequence[str], include_path: tuple[str, ...], metadata: Mapping[str, Any]
+    names: Sequence[str],
+    include_path: tuple[str, ...],
+    metadata: Mapping[str, Any],
+    seed: int,
 ) -> Suite:
     """Tasks with their documents. Raises ValueError or Unavailable in one line that names the task
     whose data or packages are not here."""
@@ -84,6 +87,7 @@ def load_suite(
     tasks: dict[str, Any] = {}
     groups: dict[str, Any] = {}
     for name in names:
+        seed_generators(seed)  # tasks that are made on demand draw from the global ones
         loaded = load_one(found, name)
         for task_name, task in loaded["tasks"].items():
             if task_name in tasks:
@@ -164,10 +168,14 @@ def refuse_unsupported(name: str, task: Any) -> None:
         raise ValueError(f"lm-eval task {name} runs the model's code and is not supported")
 
 
-def seed_everything(task: Any, seed: int) -> None:
-    """So that building a task's prompts again gives the same prompts."""
+def seed_generators(seed: int) -> None:
     import numpy as np
 
     random.seed(seed)
     np.random.seed(seed)
+
+
+def seed_everything(task: Any, seed: int) -> None:
+    """So that building a task's prompts again gives the same prompts."""
+    seed_generators(seed)
     task.set_fewshot_seed(seed)

@@ -49,7 +49,7 @@ def announce(settings: Settings) -> list[str]:
 
 
 def headline(rows: list[Row]) -> dict[str, Any]:
-    """What summary.json says of the results: by setting, the mean and worst, the tasks, the gate."""
+    """What summary.json says of the results: by setting, mean and worst, tasks, gate."""
     return {
         "headline": [
             {

@@ -65,7 +65,9 @@ def summarise_lm_eval(rows: pd.DataFrame) -> pd.DataFrame:
     for keys, part in table.groupby(CELL, dropna=False, sort=False):
         own = at(ranked, keys)
         line = dict(zip(CELL, keys, strict=True)) | read_of(part)
-        lines.append(line | over_tasks(own, at(samples, keys)) if len(own) else line | nothing(part))
+        lines.append(
+            line | over_tasks(own, at(samples, keys)) if len(own) else line | nothing(part)
+        )
     return pd.DataFrame(lines)
 
 

@@ -106,7 +106,17 @@ def compared(line: Mapping[str, Any]) -> list[str]:
 
 def gate_lines(table: pd.DataFrame) -> TextTable:
     """table: of gate_table."""
-    head = ["task", "dense", "gate: dense", "of", "lower bound", "floor", "chance", "resolvable", ""]
+    head = [
+        "task",
+        "dense",
+        "gate: dense",
+        "of",
+        "lower bound",
+        "floor",
+        "chance",
+        "resolvable",
+        "",
+    ]
     lines = [
         [
             line["lm_task"],

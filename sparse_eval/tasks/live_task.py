@@ -110,9 +110,7 @@ class LiveTask(ABC):
                 return load_prefill(path, model, ids)
             except ValueError as error:
                 self.progress.warn(f"{error}; prefilling again")
-        bar = self.progress.bar(
-            f"prefill, {what}", len(ids) - 1, is_one_of_many=is_one_of_many
-        )
+        bar = self.progress.bar(f"prefill, {what}", len(ids) - 1, is_one_of_many=is_one_of_many)
         with bar as tick:
             num_queries = s.task["prompt_queries"]
             filled = prefill(model, ids, num_prompt_queries=num_queries, on_tokens=tick)

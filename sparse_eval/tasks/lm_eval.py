@@ -75,8 +75,9 @@ class LmEval(LiveTask):
 
         with tempfile.TemporaryDirectory(prefix="sparse_eval_") as folder:
             self.tokenizer.save_pretrained(folder)  # tasks of a given length name a tokenizer
-            metadata = {"tokenizer": folder} | dict(self.config.metadata)
-            return load_suite(self.config.tasks, self.config.include_path, metadata)
+            metadata = {"tokenizer": folder} | self.config.all_metadata
+            config = self.config
+            return load_suite(config.tasks, config.include_path, metadata, config.seed)
 
     @cached_property
     def parts(self) -> list[Part]:

@@ -15,7 +15,9 @@ def documents(num: int, length: int) -> list[dict[str, Any]]:
     docs = []
     for i in range(num):
         context = "".join(draw.choices(LETTERS, k=length + 7 * i)).strip()
-        choices = ["".join(draw.choices(LETTERS, k=draw.randint(2, 5))).strip() or "x" for _ in "abc"]
+        choices = [
+            "".join(draw.choices(LETTERS, k=draw.randint(2, 5))).strip() or "x" for _ in "abc"
+        ]
         docs.append(
             {
                 "context": context,
@@ -28,9 +30,7 @@ def documents(num: int, length: int) -> list[dict[str, Any]]:
     return docs
 
 
-def build(
-    num_samples: int = 12, max_length: int = 150, **_: Any
-) -> dict[str, datasets.Dataset]:
+def build(num_samples: int = 12, max_length: int = 150, **_: Any) -> dict[str, datasets.Dataset]:
     found = documents(num_samples, max_length)
     return {"test": datasets.Dataset.from_list(found, split=datasets.Split.TEST)}
 
