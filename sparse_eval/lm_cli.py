@@ -1,7 +1,7 @@
 """lm-eval's own command line with policies: `python -m sparse_eval.lm_cli run …`.
 
---model sparse_eval --model_args pretrained=ORG/NAME,policy=quest,budget=1024; everything else is lm-eval's. The bundled
-tasks are on its path.
+--model sparse_eval --model_args pretrained=ORG/NAME,policy=quest,budget=1024; everything else is
+lm-eval's. The bundled tasks are on its path.
 """
 
 from __future__ import annotations

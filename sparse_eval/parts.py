@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparse_eval.cli.config import Settings, token_budgets
-from sparse_eval.cli.failure import failure_of, told
+from sparse_eval.cli.failure import SharedFailure, failure_of, told
 from sparse_eval.cli.progress import Progress
 from sparse_eval.core import Row
 from sparse_eval.inputs.store import Unavailable
@@ -59,7 +59,7 @@ class Parts:
             except Exception as error:
                 if len(parts) == 1:
                     self.remember(self.settings, error)
-                if len(parts) == 1 or isinstance(error, PASSING):
+                if len(parts) == 1 or isinstance(error, (*PASSING, SharedFailure)):
                     raise
                 log.exception("the job failed: its policies and budgets are measured one by one")
                 first_error = error

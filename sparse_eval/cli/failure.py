@@ -29,6 +29,10 @@ class Stopped(BaseException):
         self.number = number
 
 
+class SharedFailure(ValueError):
+    """One that no policy or budget causes: measured one by one they would all fail alike."""
+
+
 class PartsFailed(Exception):
     """Some policies or budgets of a job failed, the others are measured. failures: one a part."""
 
