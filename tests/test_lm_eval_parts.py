@@ -62,10 +62,16 @@ def test_a_bad_setting_is_one_line_before_a_model_loads(words, told):
 
 
 def test_an_unknown_task_is_told_with_the_nearest_names(monkeypatch):
-    bundled = suite.manager((), False)
+    bundled = suite.manager((str(suite.BUNDLED),), False)
     monkeypatch.setattr(suite, "manager", lambda *_: bundled)  # lm-eval's own take seconds to list
     with pytest.raises(ValueError, match="no task 'se_needle_wrod'; did you mean se_needle_word"):
         suite.index_for(["se_needle_passcode", "se_needle_wrod"], ())
+
+
+def test_lm_evals_own_tasks_are_found_without_reading_all_of_them():
+    found = suite.index_for(["ruler_vt", "se_needle_word", "longbench"], ())
+    assert {"ruler_vt", "se_needle_word", "longbench_qasper"} <= set(found.all_tasks)
+    assert len(found.all_tasks) < 500
 
 
 def test_a_suite_belongs_to_its_task():

@@ -6,8 +6,10 @@ import contextlib
 import difflib
 import functools
 import io
+import json
 import logging
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,35 +45,58 @@ def quiet() -> Iterator[None]:
 
 
 @functools.cache
-def manager(include_path: tuple[str, ...], defaults: bool, metadata: str = "{}") -> Any:
-    """lm-eval's index of tasks. defaults: its own 14,000 names too, which takes seconds."""
-    import json
-
+def manager(paths: tuple[str, ...], defaults: bool, metadata: str = "{}") -> Any:
+    """lm-eval's index of the tasks below some folders. defaults: also all of its own, of which
+    there are 14,000 yamls: seconds."""
     from lm_eval.tasks import TaskManager
 
-    paths = [str(BUNDLED)] if BUNDLED.is_dir() else []
     return TaskManager(
-        include_path=[*paths, *include_path],
-        include_defaults=defaults,
-        metadata=json.loads(metadata),
+        include_path=list(paths), include_defaults=defaults, metadata=json.loads(metadata)
     )
 
 
 def index_for(names: Sequence[str], include_path: tuple[str, ...], metadata: str = "{}") -> Any:
     """The smallest index that knows all names. Raises ValueError for one that none knows."""
-    for defaults in (False, True):
+    near = (str(BUNDLED), *include_path)
+    places = [(lambda: near, False), (lambda: families(tuple(names)) + near, False)]
+    for paths, defaults in [*places, (lambda: near, True)]:
         with quiet():
-            found = manager(include_path, defaults, metadata)
-        unknown = [name for name in names if not is_known(found, name)]
+            found = manager(paths(), defaults, metadata)
+            unknown = [name for name in names if not is_known(found, name)]
         if not unknown:
             return found
-    near = difflib.get_close_matches(unknown[0], found.all_tasks, n=3)
-    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    close = difflib.get_close_matches(unknown[0], found.all_tasks, n=3)
+    hint = f"; did you mean {', '.join(close)}?" if close else ""
     raise ValueError(f"task.tasks: lm-eval has no task {unknown[0]!r}{hint}")
 
 
+@functools.cache
+def families(names: tuple[str, ...]) -> tuple[str, ...]:
+    """lm-eval's own folders in which a yaml mentions one of the names."""
+    import lm_eval.tasks
+
+    root = Path(lm_eval.tasks.__file__).parent
+    mention = re.compile("|".join(map(re.escape, names)))
+    return tuple(
+        str(root / folder)
+        for folder in sorted(
+            {
+                path.relative_to(root).parts[0]
+                for path in root.glob("*/**/*.yaml")
+                if mention.search(path.read_text(errors="ignore"))
+            }
+        )
+    )
+
+
 def is_known(found: Any, name: str) -> bool:
-    return name in found.task_index or (name.endswith(".yaml") and Path(name).is_file())
+    """Whether an index has a task, and of a group each member that is a name."""
+    entry = found.task_index.get(name)
+    if entry is None:
+        return name.endswith(".yaml") and Path(name).is_file()
+    members = (entry.cfg or {}).get("task") if "group" in (entry.cfg or {}) else None
+    named = [member for member in members or [] if isinstance(member, str) and member != name]
+    return all(is_known(found, member) for member in named)
 
 
 def load_suite(
@@ -82,8 +107,6 @@ def load_suite(
 ) -> Suite:
     """Tasks with their documents. Raises ValueError or Unavailable in one line that names the task
     whose data or packages are not here."""
-    import json
-
     found = index_for(names, include_path, json.dumps(dict(metadata), sort_keys=True))
     tasks: dict[str, Any] = {}
     groups: dict[str, Any] = {}
