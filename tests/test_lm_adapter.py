@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 
 from sparse_eval.lm import adapter
@@ -110,11 +111,11 @@ def test_a_policy_that_never_selects_is_an_error(tiny):
         idle.loglikelihood(choices()[:2])
 
 
-def test_rolling_and_the_response_cache_are_refused(tiny):
+def test_rolling_and_the_response_cache_are_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="rolling"):
         dense(tiny).loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("text",), 0)])
     with pytest.raises(ValueError, match="knows no policy"):
-        dense(tiny).set_cache_hook(object())
+        CachingLM(dense(tiny), str(tmp_path / "answers.db"))
 
 
 def test_prompts_that_do_not_fit_are_counted_or_refused(tiny):

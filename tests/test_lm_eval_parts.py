@@ -151,6 +151,23 @@ def test_one_prompt_for_several_rows_is_stored_once():
     assert whole.cache.layers[0].keys.data_ptr() == filled.cache.layers[0].keys.data_ptr()
 
 
+def test_rulers_lengths_that_a_document_has_not_are_no_scores():
+    from sparse_eval.lm.scoring import metrics_of
+
+    class Task:
+        def get_config(self, key: str) -> Any:
+            return [{"metric": "4096"}, {"metric": "8192"}]
+
+    logged = [
+        {"doc_id": 0, "filter": "none", "4096": -1.0, "8192": 1.0},
+        {"doc_id": 1, "filter": "none", "4096": -1.0, "8192": 0.5},
+    ]
+    found = {"4096,none": -1, "8192,none": 0.75, "8192_stderr,none": "N/A", "alias": "x"}
+    (metric,) = metrics_of(Task(), found, logged, {"8192": True})
+    assert (metric.name, metric.value, metric.values) == ("8192", 0.75, {0: 1.0, 1: 0.5})
+    assert metric.is_primary and math.isnan(metric.stderr)
+
+
 def test_successes_are_compared_by_mcnemar_and_other_scores_by_sign_flips():
     found = difference([1.0] * 8 + [0.0] * 2, [0.0] * 6 + [1.0] * 2 + [0.0] * 2)
     assert found.mean == pytest.approx(-0.6) and found.p == pytest.approx(2 / 2**6)

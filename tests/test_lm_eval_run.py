@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from sparse_eval.cli.progress import Progress
 from sparse_eval.cli.settings import resolve
 from sparse_eval.inputs.store import Unavailable
 from sparse_eval.lm import cell, suite
-from sparse_eval.lm.requests import instances_of
+from sparse_eval.lm.requests import generation, instances_of
+from sparse_eval.lm.results import Answered
 from sparse_eval.results import CellStore, load
 from sparse_eval.tasks import live_task
-from sparse_eval.tasks.lm_eval import LmEval
+from sparse_eval.tasks.live_task import Arm, arms_of
+from sparse_eval.tasks.lm_eval import LmEval, suspicions
 from sparse_eval.tracking import curve_tables
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -193,6 +196,57 @@ def test_the_gate_keeps_a_task_from_being_ranked_and_shows_it(done):
 def test_the_gate_uses_the_measured_documents_where_there_are_no_others(tmp_path):
     task = task_of(tmp_path, "task.tasks=[tiny_always]", "task.metadata={num_samples: 5}")
     assert task.parts[0].on == "measured" and not task.parts[0].gate
+
+
+def test_every_eos_of_the_generation_config_ends_an_answer(done, tmp_path, monkeypatch):
+    rows = load(done[0])
+    rows = rows[(rows["role"] == "sample") & (rows["lm_task"] == "tiny_say")]
+    before = [list(ids) for ids in rows[rows["policy"] == "full"]["output_ids"]]
+    task = task_of(tmp_path, "task.tasks=[tiny_say]", "compare=[]", "budget=64")
+    ends = [2, before[0][2]]
+    monkeypatch.setattr(task.loaded.model.generation_config, "eos_token_id", ends)
+    after = [r for r in rows_of(task, tmp_path) if r["role"] == "sample" and r["policy"] == "full"]
+    assert after[0]["output_ids"] == before[0][:2] and after[0]["is_over"]
+    assert not any(ends[1] in row["output_ids"] for row in after)
+
+
+def test_a_groups_aggregate_is_lm_evals_own(tmp_path):
+    options = ("task.tasks=[tiny_group]", "compare=[]", "budget=64")
+    rows = rows_of(task_of(tmp_path, *options), tmp_path)
+    groups = [row for row in rows if row["role"] == "group"]
+    tasks = [r for r in rows if r["role"] == "task" and r["policy"] == "quest"]
+    mean = sum(row["value"] for row in tasks if row["metric"] == "acc") / 2
+    (found,) = [row for row in groups if row["policy"] == "quest"]
+    assert (found["lm_task"], found["metric"]) == ("tiny_group", "acc")
+    assert found["value"] == pytest.approx(mean) and found["n"] == 8
+    assert len(groups) == 2
+
+
+def test_answers_that_are_all_denses_own_at_a_small_budget_are_suspicious(tmp_path):
+    task = task_of(tmp_path, "task.tasks=[tiny_say]", "compare=[]", "budget=64", "task.limit=5")
+    rows = task._answers(
+        task.parts[0],
+        task.parts[0].samples,
+        arms_of(task.settings)[:1],
+        CellStore(tmp_path),
+        lambda n: None,
+    )
+    arms = [Arm("full", None, None), Arm("idle", None, 64)]
+    gate = [[]]
+    part = replace(task.parts[0], on="none")
+    answered = Answered.of(part, arms, [rows[0], rows[0]], gate, task.config, task.side)
+    (line,) = suspicions([answered], 256)
+    assert "idle at 64 tokens" in line and "suspicious" in line
+    assert not list(suspicions([answered], 128))
+
+
+def test_sampling_and_other_ways_to_decode_are_told_or_refused(tmp_path, capsys):
+    task = task_of(tmp_path, "task.tasks=[tiny_say]")
+    task.parts[0].task.set_config("generation_kwargs", {"do_sample": True}, update=True)
+    task._warn_of(task.parts[0])
+    assert "decoded greedily" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="num_beams"):
+        generation({"num_beams": 4, "max_gen_toks": 5}, task.config, task.side)
 
 
 def test_the_chat_format_frames_the_prompt_and_is_named(tmp_path):

@@ -139,7 +139,7 @@ class LmEval(LiveTask):
         total = sum(part.num_cells(len(arms)) for part in self.parts)
         with self.progress.bar("answering", total, unit="answers") as tick:
             for part in self.parts:
-                self._warn_of_cuts(part)
+                self._warn_of(part)
                 gate = self._answers(part, part.gate, arms[:1], store, tick)
                 rows = self._answers(part, part.samples, arms, store, tick)
                 answered = Answered.of(part, arms, rows, gate, self.config, self.side)
@@ -188,7 +188,10 @@ class LmEval(LiveTask):
             for row, sample in zip(rows, batch.samples, strict=True)
         ]
 
-    def _warn_of_cuts(self, part: Part) -> None:
+    def _warn_of(self, part: Part) -> None:
+        kwargs = part.task.get_config("generation_kwargs") or {}
+        if part.task.OUTPUT_TYPE == "generate_until" and kwargs.get("do_sample"):
+            self.progress.warn(f"{part.name} asks for sampling: it is decoded greedily here")
         count = sum(sample.is_truncated for sample in part.samples)
         if count:
             self.progress.warn(
