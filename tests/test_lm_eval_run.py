@@ -144,9 +144,12 @@ def test_a_run_that_crashed_goes_on_where_it_stopped(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         rows_of(task_of(tmp_path, "task.tasks=[tiny_say]"), tmp_path)
     before = len(measured)
-    monkeypatch.setattr(
-        cell.Batch, "cell", lambda b, a: measured.append(("", "")) or original(b, a)
-    )
+
+    def resuming(batch: Any, arm: Any) -> Any:
+        measured.append((batch.lm_task, arm.label))
+        return original(batch, arm)
+
+    monkeypatch.setattr(cell.Batch, "cell", resuming)
     rows_of(task_of(tmp_path, "task.tasks=[tiny_say]"), tmp_path)
     # gate: one batch of dense; 4 documents: two batches under 5 arms
     assert before == 4 and len(measured) == 1 + 2 * 5
@@ -232,7 +235,7 @@ def test_answers_that_are_all_denses_own_at_a_small_budget_are_suspicious(tmp_pa
         lambda n: None,
     )
     arms = [Arm("full", None, None), Arm("idle", None, 64)]
-    gate = [[]]
+    gate: list[list[Any]] = [[]]
     part = replace(task.parts[0], on="none")
     answered = Answered.of(part, arms, [rows[0], rows[0]], gate, task.config, task.side)
     (line,) = suspicions([answered], 256)

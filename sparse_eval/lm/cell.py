@@ -139,10 +139,10 @@ class Batch:
         started = time.perf_counter()
         answers: dict[Place, Any] = {}
         read: dict[Place, Row] = {}
-        for group, rows in zip(self.groups, stacks, strict=True):
+        for group, whole in zip(self.groups, stacks, strict=True):
             tail = group.asks[0].tail if self.config.is_question else None
-            with self.task.under(arm, rows, question_tokens=tail) as trace:
-                found = self._answer(group, rows)
+            with self.task.under(arm, whole, question_tokens=tail) as trace:
+                found = self._answer(group, whole)
             columns = read_columns(trace)
             for place, answer in zip(group.places, found, strict=True):
                 answers[place], read[place] = answer, columns
