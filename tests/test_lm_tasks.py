@@ -10,14 +10,15 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
-import yaml
 from lm_eval.tasks import TaskManager
 
 from sparse_eval.lm_tasks import FOLDER, GROUP, common_words, scoring
 from sparse_eval.lm_tasks.fit import longest
+from sparse_eval.lm_tasks.key_value import Register
 from sparse_eval.lm_tasks.token_count import token_count
 from tests.needles import CHAT, bpe
 
@@ -72,10 +73,8 @@ def digest(docs: list[dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(docs).encode()).hexdigest()
 
 
-def test_the_group_and_the_suite_hold_every_task_of_the_folder(tasks):
-    suite = yaml.safe_load((ROOT / "conf" / "suite" / "offline.yaml").read_text())
+def test_the_group_holds_every_task_of_the_folder(tasks):
     assert sorted(tasks) == NAMES
-    assert sorted(suite["tasks"]) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -197,13 +196,18 @@ def test_the_common_words_are_the_most_frequent_at_any_length(tokenizer, tasks):
         assert least >= 4 * max(number for _, number in rest)
 
 
-def test_the_entry_asked_for_stands_in_the_register_once(tasks):
-    for doc in docs_of(tasks["se_key_value"]):
-        entries = doc["context"].partition("\n\n")[2].splitlines()
-        assert len(entries) >= 20
-        names, numbers = zip(*(entry.split(": ") for entry in entries), strict=True)
-        assert len(set(names)) == len(set(numbers)) == len(entries)
-        assert f"{doc['gen_prefix']} {doc['target']}" in entries
+def test_the_key_asked_for_stands_in_the_object_once(tokenizer, tasks):
+    long = docs_of(load(tokenizer, "se_key_value", max_length=70_000, num_samples=1))
+    for doc in docs_of(tasks["se_key_value"]) + long:
+        pairs = json.loads(doc["context"], object_pairs_hook=list)
+        assert len(pairs) >= 20
+        names, numbers = zip(*pairs, strict=True)
+        assert len(set(names)) == len(set(numbers)) == len(pairs)
+        asked = json.loads("{" + doc["gen_prefix"] + doc["target"] + '"}')
+        assert list(asked.items())[0] in {tuple(pair) for pair in pairs}
+    assert len(pairs) > 2000
+    with pytest.raises(ValueError, match="more than 50,000 entries"):
+        Register("se_key_value", Random(0)).entries(50_001)
 
 
 def test_choices_hold_the_answer_at_every_place(tokenizer):
