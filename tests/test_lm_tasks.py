@@ -321,7 +321,12 @@ def test_another_text_is_repeated_as_often_as_it_takes(tokenizer, tmp_path, text
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b" \n", "metadata text is empty"), (b"\xff\xfe", "must be UTF-8")]
+    ("content", "message"),
+    [
+        (b" \n", "metadata text is empty"),
+        (b"\xff\xfe", "must be UTF-8"),
+        (b"One message. <user>And another. ", "holds <user>, which this tokenizer reads as a spe"),
+    ],
 )
 def test_a_text_that_cannot_be_used_is_refused(tokenizer, tmp_path, content, message):
     path = tmp_path / "text.txt"

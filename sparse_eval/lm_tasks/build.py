@@ -64,8 +64,17 @@ def build(task: str, make: Make, metadata: Mapping[str, Any]) -> dict[str, Datas
     for sample, question in enumerate(questions):
         count = counter(request, question)
         size = longest(count, question.smallest, request.max_length, size)
+        refuse_special_tokens(request, question.prompt(size))
         docs.append(doc_of(request, sample, question, size) | {"length": count(size)})
     return {"test": Dataset.from_list(docs)}
+
+
+def refuse_special_tokens(request: Request, prompt: str) -> None:
+    found = request.count.special_in(prompt)
+    if found:
+        raise ValueError(
+            f"{request.task}: the text holds {found}, which this tokenizer reads as a special token"
+        )
 
 
 def counter(request: Request, question: Question) -> Callable[[int], int]:
