@@ -10,14 +10,15 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
-import yaml
 from lm_eval.tasks import TaskManager
 
 from sparse_eval.lm_tasks import FOLDER, GROUP, common_words, scoring
 from sparse_eval.lm_tasks.fit import longest
+from sparse_eval.lm_tasks.key_value import Register
 from sparse_eval.lm_tasks.token_count import token_count
 from tests.needles import CHAT, bpe
 
@@ -72,10 +73,8 @@ def digest(docs: list[dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(docs).encode()).hexdigest()
 
 
-def test_the_group_and_the_suite_hold_every_task_of_the_folder(tasks):
-    suite = yaml.safe_load((ROOT / "conf" / "suite" / "offline.yaml").read_text())
+def test_the_group_holds_every_task_of_the_folder(tasks):
     assert sorted(tasks) == NAMES
-    assert sorted(suite["tasks"]) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -197,13 +196,18 @@ def test_the_common_words_are_the_most_frequent_at_any_length(tokenizer, tasks):
         assert least >= 4 * max(number for _, number in rest)
 
 
-def test_the_entry_asked_for_stands_in_the_register_once(tasks):
-    for doc in docs_of(tasks["se_key_value"]):
-        entries = doc["context"].partition("\n\n")[2].splitlines()
-        assert len(entries) >= 20
-        names, numbers = zip(*(entry.split(": ") for entry in entries), strict=True)
-        assert len(set(names)) == len(set(numbers)) == len(entries)
-        assert f"{doc['gen_prefix']} {doc['target']}" in entries
+def test_the_key_asked_for_stands_in_the_object_once(tokenizer, tasks):
+    long = docs_of(load(tokenizer, "se_key_value", max_length=70_000, num_samples=1))
+    for doc in docs_of(tasks["se_key_value"]) + long:
+        pairs = json.loads(doc["context"], object_pairs_hook=list)
+        assert len(pairs) >= 20
+        names, numbers = zip(*pairs, strict=True)
+        assert len(set(names)) == len(set(numbers)) == len(pairs)
+        asked = json.loads("{" + doc["gen_prefix"] + doc["target"] + '"}')
+        assert list(asked.items())[0] in {tuple(pair) for pair in pairs}
+    assert len(pairs) > 2000
+    with pytest.raises(ValueError, match="more than 50,000 entries"):
+        Register("se_key_value", Random(0)).entries(50_001)
 
 
 def test_choices_hold_the_answer_at_every_place(tokenizer):
@@ -283,7 +287,8 @@ def test_every_task_records_what_guessing_scores(tasks):
         ({"max_length": "1024"}, "max_length must be an integer >= 1, got '1024'"),
         ({"num_samples": 0}, "num_samples must be an integer >= 1, got 0"),
         ({"seed": -1}, "seed must be an integer >= 0, got -1"),
-        ({"text": "no/such.txt"}, "no/such.txt"),
+        ({"text": "no/such.txt"}, "must be docs or a UTF-8 file's path, got 'no/such.txt'"),
+        ({"text": 3}, "must be docs or a file's path, got 3"),
         ({"apply_chat_template": "yes"}, "must be true or false, got 'yes'"),
     ],
 )
@@ -300,23 +305,46 @@ def test_a_chat_format_is_not_assumed(tmp_path):
         token_count(str(tmp_path), True)
 
 
-def test_another_text_and_one_that_is_too_short_starts_again(tokenizer, tmp_path):
+TEXTS = ["One short line about nothing. Another one follows it.\n", "没有空格的文字" * 90, "x"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_another_text_is_repeated_as_often_as_it_takes(tokenizer, tmp_path, text):
     path = tmp_path / "text.txt"
-    path.write_text("One short line about nothing. Another one follows it here.\n")
+    path.write_text(text, encoding="utf-8")
     doc = docs_of(load(tokenizer, "se_needle_passcode", text=str(path), num_samples=1))[0]
-    assert doc["context"].count("about nothing.") > 10
-    assert LENGTH - 40 < doc["length"] <= LENGTH
+    assert doc["context"].count(text[:5]) > 10
+    assert LENGTH - 80 < doc["length"] <= LENGTH
+    path.write_text("Changed.", encoding="utf-8")
+    doc = docs_of(load(tokenizer, "se_needle_passcode", text=str(path), num_samples=1))[0]
+    assert doc["context"].count("Changed.") > 10
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b" \n", "metadata text is empty"),
+        (b"\xff\xfe", "must be UTF-8"),
+        (b"One message. <user>And another. ", "holds <user>, which this tokenizer reads as a spe"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_refused(tokenizer, tmp_path, content, message):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(tokenizer, "se_needle_passcode", text=str(path))
+
+
+@pytest.mark.parametrize("guess", [0, 1500, 10**6])
 @pytest.mark.parametrize("limit", [7, 10, 11, 5000, 123_456])
-def test_the_longest_size_that_fits_is_found_in_few_calls(limit):
+def test_the_longest_size_that_fits_is_found_in_few_calls(limit, guess):
     calls = []
 
     def count(size: int) -> int:
         calls.append(size)
         return 7 + size * 3 + (size // 50) * 40  # uneven
 
-    size = longest(count, 0, limit)
+    size = longest(count, 0, limit, guess)
     assert len(calls) < 25
     assert count(size) <= limit < count(size + 1)
 

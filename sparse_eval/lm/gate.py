@@ -39,6 +39,8 @@ class Gate:
 
     @property
     def line(self) -> str:
+        if not self.n:
+            return "no documents were asked for its dense gate"
         if math.isnan(self.value):
             return f"{self.n} gate documents cannot show a score of {self.floor:.2f}"
         return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -59,15 +60,29 @@ def build(task: str, make: Make, metadata: Mapping[str, Any]) -> dict[str, Datas
             f"{task}: max_length must be >= {needed} tokens for its sentences and questions, "
             f"got {request.max_length}"
         )
-    docs = [doc_of(request, sample, question) for sample, question in enumerate(questions)]
+    docs, size = list[dict[str, Any]](), questions[0].smallest + 1
+    for sample, question in enumerate(questions):
+        count = counter(request, question)
+        size = longest(count, question.smallest, request.max_length, size)
+        refuse_special_tokens(request, question.prompt(size))
+        docs.append(doc_of(request, sample, question, size) | {"length": count(size)})
     return {"test": Dataset.from_list(docs)}
 
 
-def doc_of(request: Request, sample: int, question: Question) -> dict[str, Any]:
-    def count(size: int) -> int:
-        return request.count(question.prompt(size))
+def refuse_special_tokens(request: Request, prompt: str) -> None:
+    found = request.count.special_in(prompt)
+    if found:
+        raise ValueError(
+            f"{request.task}: the text holds {found}, which this tokenizer reads as a special token"
+        )
 
-    size = longest(count, question.smallest, request.max_length)
+
+def counter(request: Request, question: Question) -> Callable[[int], int]:
+    """Tokens of the prompt with a context of some size, each counted once."""
+    return cache(lambda size: request.count(question.prompt(size)))
+
+
+def doc_of(request: Request, sample: int, question: Question, size: int) -> dict[str, Any]:
     doc = {
         "sample": sample,
         "context": question.write(size),
@@ -77,7 +92,6 @@ def doc_of(request: Request, sample: int, question: Question) -> dict[str, Any]:
         "targets": list(question.targets),
         "others": list(question.others),
         "depth": question.depth,
-        "length": count(size),
         "max_length": request.max_length,
         "seed": request.seed,
     }

@@ -46,8 +46,8 @@ def question(request: Request, sample: int) -> Question:
     return Question(
         write=write,
         smallest=SMALLEST,
-        asked=f"Which {NUM_COMMON} words are the most common in the list above?",
-        cue=f"The {NUM_COMMON} most common words are:",
+        asked=f"Which {NUM_COMMON} words appear most often in the list?",
+        cue=f"The {NUM_COMMON} words that appear most often in the list are",
         targets=tuple(common),
         others=tuple(others),
     )

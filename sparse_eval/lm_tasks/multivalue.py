@@ -19,15 +19,12 @@ def question(request: Request, sample: int) -> Question:
     random = random_of(request, sample, "sentences")
     key = random.choice(KEYS)
     values = draw_values(word, WORD, NUM_VALUES, request, random)
-    placed = [
-        (random.random(), f"One of the {NUM_VALUES} things in the {key} chest is: {value}.")
-        for value in values
-    ]
+    placed = [(random.random(), f"The {key} chest holds one {value}.") for value in values]
     return Question(
         write=hide(request, random, placed).write,
         smallest=0,
-        asked=f"Which {NUM_VALUES} things are in the {key} chest?",
-        cue=f"The {NUM_VALUES} things in the {key} chest are:",
+        asked=f"Which {NUM_VALUES} things does the {key} chest hold?",
+        cue=f"The {key} chest holds one",
         targets=tuple(values),
     )
 

@@ -10,16 +10,21 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from random import Random
 
 from sparse_eval.inputs import texts
 from sparse_eval.lm_tasks.request import Request
 from sparse_eval.needle.forms import Form
 
-WORD = re.compile(r"\S+\s*")
+WORD = re.compile(r"\S{1,24}\s*")
+"""A word and the white space after it; of a longer run, a part."""
 SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+$")
+WORD_END = re.compile(r"\s$")
+NEAR = 0.015
+"""Share of the context within which a sentence's end is looked for."""
 NEAR_WORDS = 12
-"""How far a sentence's end is looked for."""
+"""Units within which a word's end is looked for."""
 GOLDEN = 0.6180339887498949
 DRAWS = 1000
 
@@ -30,26 +35,27 @@ class Words:
 
     words: tuple[str, ...]
     lowered: str
-    source: str
+
+    def ends(self, pattern: re.Pattern[str], at: int) -> bool:
+        return bool(pattern.search(self.words[at % len(self.words)]))
 
     def start(self, random: Random) -> int:
-        """The first word of a sentence at a seeded place, or of none where no sentence ends."""
+        """The first word of a sentence at a seeded place, of the text where no sentence ends."""
         first = random.randrange(len(self.words))
         for at in range(first, first + len(self.words)):
-            if self.ends_sentence(at - 1):
+            if self.ends(SENTENCE_END, at - 1):
                 return at % len(self.words)
         return 0
-
-    def ends_sentence(self, at: int) -> bool:
-        return bool(SENTENCE_END.search(self.words[at % len(self.words)]))
 
     def place(self, start: int, size: int, depth: float) -> int:
         """Words of the window before a sentence at a depth in [0, 1]."""
         wanted = round(depth * size)
-        for off in range(NEAR_WORDS):
-            for at in (wanted - off, wanted + off):
-                if at in (0, size) or (0 < at < size and self.ends_sentence(start + at - 1)):
-                    return at
+        for pattern, near in ((SENTENCE_END, int(NEAR * size)), (WORD_END, NEAR_WORDS)):
+            for off in range(near + 1):
+                for at in (wanted - off, wanted + off):
+                    is_inner = 0 < at < size and self.ends(pattern, start + at - 1)
+                    if at in (0, size) or is_inner:
+                        return at
         return wanted
 
     def window(self, start: int, first: int, end: int) -> str:
@@ -57,14 +63,36 @@ class Words:
         return "".join(self.words[(start + i) % n] for i in range(first, end))
 
 
-@cache
 def words_of(text: str) -> Words:
-    """text: docs, or a file's path."""
-    found = texts.docs() if text == "docs" else texts.file({"path": text})
-    words = tuple(WORD.findall(f"{found.text.strip()}\n\n"))
+    """text: docs, or a file's path. Raises ValueError in one line."""
+    if text == "docs":
+        return _docs()
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ValueError(f"metadata text must be docs or a UTF-8 file's path, got {text!r}")
+    return _file(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _docs() -> Words:
+    return _words(texts.docs().text, "docs")
+
+
+@cache
+def _file(path: Path, changed_ns: int) -> Words:
+    try:
+        return _words(path.read_text(encoding="utf-8-sig"), str(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"metadata text must be UTF-8, got {path} (byte {error.start} is not)"
+        ) from None
+
+
+def _words(text: str, source: str) -> Words:
+    words = tuple(WORD.findall(f"{text.strip()}\n\n"))
     if not words:
-        raise ValueError(f"the haystack is empty: {found.source} holds no text")
-    return Words(words, found.text.lower(), found.source)
+        raise ValueError(f"metadata text is empty: {source} holds no words to hide a sentence in")
+    return Words(words, text.lower())
 
 
 @dataclass(frozen=True)

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sparse_eval.inputs.hub import is_offline, is_reachable
 
-TokenCount = Callable[[str], int]
+
+@dataclass(frozen=True)
+class TokenCount:
+    """is_chat: prompts are one user message in the tokenizer's chat format, whose tokens count."""
+
+    tokenizer: Any
+    is_chat: bool
+
+    def __call__(self, prompt: str) -> int:
+        if not self.is_chat:
+            return len(self.tokenizer(prompt, verbose=False)["input_ids"])
+        rendered = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+        # a format that spells out its BOS gets no second one
+        bos = self.tokenizer.bos_token
+        has_bos = bool(bos) and rendered.startswith(bos)
+        encoded = self.tokenizer(rendered, add_special_tokens=not has_bos, verbose=False)
+        return len(encoded["input_ids"])
+
+    def special_in(self, text: str) -> str | None:
+        """A special token that stands in the text as letters and would be read as itself."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = {str(token) for token in added if token.special}
+        special |= set(self.tokenizer.all_special_tokens) - {self.tokenizer.unk_token}
+        return next((token for token in sorted(special) if token in text), None)
 
 
 @cache
 def token_count(name: str, is_chat: bool) -> TokenCount:
-    """name: a folder or a hub id. is_chat: prompts are one user message in the tokenizer's chat
-    format, whose tokens count. Raises ValueError in one line."""
+    """name: a folder or a hub id. Raises ValueError in one line."""
     tokenizer = load_tokenizer(name)
-    if not is_chat:
-        return lambda prompt: len(tokenizer(prompt, verbose=False)["input_ids"])
-    if not getattr(tokenizer, "chat_template", None):
+    if is_chat and not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"apply_chat_template needs a tokenizer with a chat template, not {name}")
-
-    def count(prompt: str) -> int:
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
-        # a format that spells out its BOS gets no second one
-        has_bos = bool(tokenizer.bos_token) and rendered.startswith(tokenizer.bos_token)
-        return len(tokenizer(rendered, add_special_tokens=not has_bos, verbose=False)["input_ids"])
-
-    return count
+    return TokenCount(tokenizer, is_chat)
 
 
 def load_tokenizer(name: str) -> Any:

@@ -29,7 +29,7 @@ def chain(names: list[str], value: str) -> list[str]:
 
 def placed_chains(random: Random, chains: list[list[str]]) -> list[tuple[float, str]]:
     """Every chain in its order, at depths of its own, the chains between each other."""
-    placed = []
+    placed = list[tuple[float, str]]()
     for sentences in chains:
         depths = sorted(random.random() for _ in sentences)
         placed += zip(depths, sentences, strict=True)
