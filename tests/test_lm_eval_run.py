@@ -333,3 +333,12 @@ def test_the_plan_counts_what_is_left_to_do(done, tmp_path):
 def test_wandb_gets_every_task_and_the_mean(done):
     columns = {name for table, _ in curve_tables(load(done[0])) for name in table}
     assert {"lm_eval/mean/score", "lm_eval/tiny_say/low", "lm_eval/tiny_choice/acc"} <= columns
+
+
+def test_runs_that_share_cells_keep_their_own_labels(done, tmp_path):
+    task = task_of(done[1], "context=300", "seed=1", "task.tasks=[tiny_say]")
+    rows = [row for rows in task.run(CellStore(done[1])) for row in rows]
+    assert "loaded" not in task.__dict__, "the same prompts were answered again"
+    assert {(row["context"], row["seed"]) for row in rows} == {(300, 1)}
+    old = set(load(done[0])["cell_key"])
+    assert not old & {row["cell_key"] for row in rows}

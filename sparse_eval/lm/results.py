@@ -121,9 +121,7 @@ def sample_row(
     answers = row["answers"]
     columns = {
         **{name: x for name, x in row.items() if name not in ("answers", "stock")},
-        "cell_key": cell_key(
-            {"cell": row["cell_key"], "task": answered.part.name, "document": sample.doc_id}
-        ),
+        "cell_key": cell_key(labels_of(row) | {"cell": row["cell_key"], "document": sample.doc_id}),
         "role": "sample",
         "metric": primary.name,
         "value": value,
@@ -161,6 +159,11 @@ def rows_of_tasks(done: Sequence[Answered], groups: Mapping[str, Any]) -> Iterat
             yield rows
 
 
+def labels_of(row: Row) -> Row:
+    """What tells rows apart that share a measurement: two tasks, or runs, that ask the same."""
+    return {name: row[name] for name in ("lm_task", "context", "seed")}
+
+
 def primary_of(answered: Answered) -> str:
     return answered.scores[0].primary.name
 
@@ -174,7 +177,7 @@ def task_rows(answered: Answered, i: int, corrected: float) -> list[Row]:
         "sample": "all",
         "prompt_hash": cell_key({"prompts": [row["prompt_hash"] for row in rows]})[:16],
         "capture_hash": cell_key({"captures": [row["capture_hash"] for row in rows]}),
-        "cell_key": cell_key({"cells": keys, "task": answered.part.name}),
+        "cell_key": cell_key(labels_of(rows[0]) | {"cells": keys}),
         "seconds": sum(row["seconds"] for row in rows),
         "peak_memory": max(row["peak_memory"] for row in rows),
         "prompt_tokens": mean([row["prompt_tokens"] for row in rows]),

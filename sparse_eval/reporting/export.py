@@ -91,7 +91,8 @@ def tables(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     if "lm_eval" in tasks:
         for name, part in split_lm_eval(rows).items():
             yield "lm_eval", name, summarise_lm_eval(part)
-            yield "lm_eval_tasks", name, task_table(part)
+            table = task_table(part)
+            yield "lm_eval_tasks", name, table.assign(value_se=table["stderr"])
 
 
 def export(

@@ -181,8 +181,10 @@ class LmEval(LiveTask):
         if rows is None:
             rows = [row | {"cell_key": key} for row in batch.cell(arm)]
             store.put(key, rows)
-        # labels are this run's: two tasks that ask the same share their cells
+        # labels are this run's: tasks and runs that ask the same share their cells
+        s = self.settings
         labels = {"policy": arm.label, "lm_task": batch.lm_task, "chat": batch.chat}
+        labels |= {"context": s.context, "seed": s.seed}
         return [
             row | labels | {"sample": str(sample.doc_id)}
             for row, sample in zip(rows, batch.samples, strict=True)
