@@ -18,10 +18,11 @@ from sparse_eval.reporting.scores import difference, verdict
 from tests.tiny import random_ids, tiny_loaded
 
 NAN = float("nan")
+COMPOSER = Composer()
 
 
 def config_of(*words: str) -> Any:
-    cfg = Composer().compose(["task=lm_eval", "model=tiny_llama", *words])
+    cfg = COMPOSER.compose(["task=lm_eval", "model=tiny_llama", *words])
     return lm_config(cfg["task"], cfg["protocol"], cfg["seed"])
 
 
@@ -57,7 +58,7 @@ def test_made_tasks_hear_how_many_documents_and_which_format():
 )
 def test_a_bad_setting_is_one_line_before_a_model_loads(words, told):
     with pytest.raises(ValueError) as caught:
-        resolve(Composer(), ["task=lm_eval", "model=tiny_llama", "dense_layers=[0]", *words])
+        resolve(COMPOSER, ["task=lm_eval", "model=tiny_llama", "dense_layers=[0]", *words])
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -76,12 +77,12 @@ def test_lm_evals_own_tasks_are_found_without_reading_all_of_them():
 
 def test_a_suite_belongs_to_its_task():
     with pytest.raises(ValueError, match="suite=ruler_4k needs task=lm_eval"):
-        resolve(Composer(), ["model=tiny_llama", "suite=ruler_4k"])
+        resolve(COMPOSER, ["model=tiny_llama", "suite=ruler_4k"])
 
 
-@pytest.mark.parametrize("name", Composer().options("suite"))
+@pytest.mark.parametrize("name", COMPOSER.options("suite"))
 def test_every_suite_composes(name):
-    cfg = Composer().compose(["task=lm_eval", f"suite={name}", "model=smollm2"])
+    cfg = COMPOSER.compose(["task=lm_eval", f"suite={name}", "model=smollm2"])
     config = lm_config(cfg["task"], cfg["protocol"], 0)
     assert cfg["suite"]["name"] == name and len(config.tasks) > 5
     if name.startswith("ruler"):
@@ -132,13 +133,25 @@ def test_stacked_rows_decode_as_they_do_alone():
     model = tiny_loaded("tiny_llama").model
     prompts = [random_ids(n, seed=n)[0] for n in (70, 91, 80)]
     filled = [prefill(model, ids) for ids in prompts]
-    together = Decoder.of(model, stack(filled, model))
-    alone = [Decoder.of(model, stack([one], model)) for one in filled]
+    together = Decoder.of(model, stack(filled, model), 1)
+    alone = [Decoder.of(model, stack([one], model), 8) for one in filled]
     for step in range(3):
         fed = [ids[-1:] if step == 0 else torch.tensor([7 + step]) for ids in prompts]
         logits = together.feed(torch.stack(fed))
         for row, (decoder, ids) in enumerate(zip(alone, fed, strict=True)):
             torch.testing.assert_close(logits[row], decoder.feed(ids[None])[0], atol=2e-5, rtol=0)
+
+
+def test_decoding_leaves_the_stack_as_it_was():
+    from sparse_eval.lm.stack import Decoder, stack
+
+    model = tiny_loaded("tiny_llama").model
+    whole = stack([prefill(model, random_ids(n)[0]) for n in (70, 80)], model)
+    before = [layer.keys.clone() for layer in whole.cache.layers]
+    logits = [Decoder.of(model, whole, 2).feed(torch.tensor([[5], [6]])) for _ in range(2)]
+    assert torch.equal(*logits)
+    for layer, keys in zip(whole.cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
 
 
 def test_one_prompt_for_several_rows_is_stored_once():

@@ -161,7 +161,8 @@ class PolicyLM(HFLM):
             whole: Stack = stack([filled] * len(part), self.model)
             asks = [Ask(ids, tail, 0, "", continuation=continuation) for _, continuation in part]
             with self.under(whole.prompt_queries):
-                answers = judge(Decoder.of(self.model, whole), asks)
+                room = max(ask.most_fed for ask in asks)
+                answers = judge(Decoder.of(self.model, whole, room), asks)
             for (place, _), answer in zip(part, answers, strict=True):
                 found[place] = (answer.log_likelihood, answer.is_greedy)
         return found

@@ -166,7 +166,8 @@ class Batch:
 
     def _answer(self, group: Group, rows: Stack) -> list[Any]:
         """As JSON keeps them: {"text", "ids", "is_over"} or [log-likelihood, is greedy]."""
-        decoder = Decoder.of(self.task.loaded.model, rows)
+        room = max(ask.most_fed for ask in group.asks)
+        decoder = Decoder.of(self.task.loaded.model, rows, room)
         if group.asks[0].is_choice:
             return [[x.log_likelihood, x.is_greedy] for x in judge(decoder, group.asks)]
         written = generate(decoder, group.asks, self.side, self.end_ids)

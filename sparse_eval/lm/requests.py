@@ -40,6 +40,11 @@ class Ask:
     def num_cached(self) -> int:
         return len(self.ids) - self.tail
 
+    @property
+    def most_fed(self) -> int:
+        """Tokens fed one by one after the prefill, at most."""
+        return self.tail + max(self.max_new_tokens, len(self.continuation or ()))
+
 
 @dataclass(frozen=True)
 class Sample:

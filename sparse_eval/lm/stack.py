@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from sparse_eval.prefill import Prefilled, cache_keyword
 
@@ -27,10 +28,14 @@ class Stack:
     lengths: tuple[int, ...]
     prompt_queries: dict[int, Tensor] | None
 
-    def fork(self) -> Any:
-        """A cache with the same content that may be decoded from without touching this one."""
+    def fork(self, room: int) -> Any:
+        """A cache with the same content and room for so many more tokens, which may be decoded from
+        without touching this one."""
         fork = copy.copy(self.cache)
-        fork.layers = [copy.copy(layer) for layer in self.cache.layers]
+        fork.layers = [
+            RoomyLayer.of(layer, room) if has_tokens(layer) else copy.copy(layer)
+            for layer in self.cache.layers
+        ]
         return fork
 
     def live_BN(self, device: Any) -> Tensor | None:
@@ -40,6 +45,55 @@ class Stack:
             return None
         starts_B = longest - torch.tensor(self.lengths, device=device)
         return torch.arange(longest, device=device) >= starts_B[:, None]
+
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer that writes new tokens behind the old ones instead of copying them all."""
+
+    whole_keys: Tensor
+    whole_values: Tensor
+
+    @staticmethod
+    def of(layer: DynamicLayer, room: int) -> RoomyLayer:
+        roomy = RoomyLayer()
+        roomy.lazy_initialization(layer.keys, layer.values)
+        roomy.whole_keys, roomy.whole_values = (with_room(x, room) for x in both(layer))
+        roomy._show(layer.keys.shape[2])
+        return roomy
+
+    def _show(self, length: int) -> None:
+        self.keys = self.whole_keys[:, :, :length]
+        self.values = self.whole_values[:, :, :length]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        start = self.keys.shape[2]
+        end = start + key_states.shape[2]
+        if end > self.whole_keys.shape[2]:
+            self.whole_keys, self.whole_values = (with_room(x, end) for x in both(self))
+        self.whole_keys[:, :, start:end] = key_states
+        self.whole_values[:, :, start:end] = value_states
+        self._show(end)
+        return self.keys, self.values
+
+
+def both(layer: DynamicLayer) -> tuple[Tensor, Tensor]:
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values
+
+
+def with_room(x_BGND: Tensor, room: int) -> Tensor:
+    """A copy, not written beyond N."""
+    rows, heads, length, dim = x_BGND.shape
+    whole = x_BGND.new_empty(rows, heads, length + room, dim)
+    whole[:, :, :length] = x_BGND
+    return whole
+
+
+def has_tokens(layer: Any) -> bool:
+    """Whether it is a plain layer that grows by one token a step; sliding ones drop some."""
+    return type(layer) is DynamicLayer and isinstance(layer.keys, Tensor)
 
 
 def stack(filled: Sequence[Prefilled | None], model: Any) -> Stack:
@@ -87,8 +141,9 @@ class Decoder:
     live_BN: Tensor | None
 
     @staticmethod
-    def of(model: Any, rows: Stack) -> Decoder:
-        return Decoder(model, rows.fork(), rows.live_BN(model.device))
+    def of(model: Any, rows: Stack, room: int) -> Decoder:
+        """room: tokens that will be fed, about."""
+        return Decoder(model, rows.fork(room), rows.live_BN(model.device))
 
     @torch.inference_mode()
     def feed(self, ids_BT: Tensor) -> Tensor:

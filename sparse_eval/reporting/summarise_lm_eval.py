@@ -129,7 +129,7 @@ def error_of(samples: pd.DataFrame, task: str) -> float:
     if len(found) < 2:
         return math.nan
     spread = float(found.std(ddof=1))
-    return spread / math.sqrt(len(found)) if spread else 3 / len(found) / Z
+    return spread / math.sqrt(len(found)) if spread else min(1.0, 3 / len(found)) / Z
 
 
 def gate_table(rows: pd.DataFrame) -> pd.DataFrame:
