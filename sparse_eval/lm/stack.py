@@ -52,12 +52,15 @@ class RoomyLayer(DynamicLayer):
 
     whole_keys: Tensor
     whole_values: Tensor
+    keys: Tensor
+    values: Tensor
 
     @staticmethod
-    def of(layer: DynamicLayer, room: int) -> RoomyLayer:
+    def of(layer: Any, room: int) -> RoomyLayer:
         roomy = RoomyLayer()
         roomy.lazy_initialization(layer.keys, layer.values)
-        roomy.whole_keys, roomy.whole_values = (with_room(x, room) for x in both(layer))
+        roomy.whole_keys = with_room(layer.keys, room)
+        roomy.whole_values = with_room(layer.values, room)
         roomy._show(layer.keys.shape[2])
         return roomy
 
@@ -71,16 +74,12 @@ class RoomyLayer(DynamicLayer):
         start = self.keys.shape[2]
         end = start + key_states.shape[2]
         if end > self.whole_keys.shape[2]:
-            self.whole_keys, self.whole_values = (with_room(x, end) for x in both(self))
+            self.whole_keys = with_room(self.keys, end)
+            self.whole_values = with_room(self.values, end)
         self.whole_keys[:, :, start:end] = key_states
         self.whole_values[:, :, start:end] = value_states
         self._show(end)
         return self.keys, self.values
-
-
-def both(layer: DynamicLayer) -> tuple[Tensor, Tensor]:
-    assert layer.keys is not None and layer.values is not None
-    return layer.keys, layer.values
 
 
 def with_room(x_BGND: Tensor, room: int) -> Tensor:

@@ -183,8 +183,8 @@ class LmEval(LiveTask):
             store.put(key, rows)
         # labels are this run's: tasks and runs that ask the same share their cells
         s = self.settings
-        labels = {"policy": arm.label, "lm_task": batch.lm_task, "chat": batch.chat}
-        labels |= {"context": s.context, "seed": s.seed}
+        labels: Row = {"context": s.context, "seed": s.seed, "policy": arm.label}
+        labels |= {"lm_task": batch.lm_task, "chat": batch.chat}
         return [
             row | labels | {"sample": str(sample.doc_id)}
             for row, sample in zip(rows, batch.samples, strict=True)
