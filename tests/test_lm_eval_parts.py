@@ -188,6 +188,8 @@ def test_successes_are_compared_by_mcnemar_and_other_scores_by_sign_flips():
     scores = difference([0.5, 0.7, 0.9], [0.4, 0.6, 0.8])
     assert scores.mean == pytest.approx(-0.1) and scores.p == 0.25 and math.isnan(scores.resolvable)
     assert difference([NAN, 1.0], [0.0, 1.0]).n == 1
+    alike = difference([0.5] * 10, [0.5] * 10)
+    assert (alike.low, alike.high) == (-0.3, 0.3)
 
 
 def test_verdicts():

@@ -18,7 +18,7 @@ NAN = float("nan")
 @dataclass(frozen=True)
 class Difference:
     """Second's mean less first's over n documents. low, high: 95 %, Tango's for successes and
-    failures, Student's else. low_90: the lower end of a one-sided 95 % interval. p: exact McNemar,
+    failures, Student's else, the rule of three's where documents do not differ. low_90: the lower end of a one-sided 95 % interval. p: exact McNemar,
     or sign flips. resolvable: the smallest difference that the test can tell from none, NaN where
     there is none or the scores are not successes."""
 
@@ -49,8 +49,13 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
             smallest_resolvable(pairs.n, SIGNIFICANCE),
         )
     found = paired([a for a, _ in both], [b for _, b in both])
-    low_90 = found.mean - (found.mean - found.low) * narrower_by(found.n)
-    return Difference(found.n, found.mean, found.low, found.high, low_90, found.p, NAN)
+    low, high = found.low, found.high
+    if low == high:  # no spread says nothing of the spread: the rule of three, for scores in [0, 1]
+        is_share = all(0 <= x <= 1 for pair in both for x in pair)
+        half = min(1.0, 3 / found.n) if is_share else NAN
+        low, high = found.mean - half, found.mean + half
+    low_90 = found.mean - (found.mean - low) * narrower_by(found.n)
+    return Difference(found.n, found.mean, low, high, low_90, found.p, NAN)
 
 
 def narrower_by(n: int) -> float:
