@@ -17,8 +17,10 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Difference:
-    """Second's mean less first's over n documents. low, high: 95 %, Tango's for successes and
-    failures, Student's else, the rule of three's where documents do not differ. low_90: the lower end of a one-sided 95 % interval. p: exact McNemar,
+    """Second's mean less first's over n documents.
+
+    low, high: 95 %, Tango's for successes and failures, Student's else, the rule of three's where
+    documents do not differ. low_90: the lower end of a one-sided 95 % interval. p: exact McNemar,
     or sign flips. resolvable: the smallest difference that the test can tell from none, NaN where
     there is none or the scores are not successes."""
 
