@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparse_eval.cli.compose import Checked
+    from sparse_eval.cli.compose import Checked, Composer
 
 HELP = """\
 python -m sparse_eval [key=value …]          one run
@@ -36,11 +37,16 @@ def main() -> None:
         print(HELP)
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without × or µ shows ?, and goes on
     try:
         checked = check(words)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # nothing has begun
     if checked is not None:
         from sparse_eval.app import main as run_app
 
@@ -63,11 +69,12 @@ def flags_first(words: Sequence[str]) -> list[str]:
 def check(words: Sequence[str]) -> Checked | None:
     """Compose and validate every job. None: there is nothing left to do (the plan is printed)."""
     from sparse_eval.cli.compose import Checked, Composer, parse, sweep_jobs
+    from sparse_eval.cli.config import check_values
     from sparse_eval.cli.pack import pack, packed_keys, without_hydra
-    from sparse_eval.cli.settings import resolve
 
     flags, overrides = split_words(words)
-    parsed = parse(overrides)
+    composer = Composer(tuple([flags.config_dir] if flags.config_dir else []))
+    parsed = parse(overrides, composer.loader)
     is_sweep = flags.multirun
     swept = [o.input_line for o in parsed if o.is_sweep_override()]
     if swept and not is_sweep:
@@ -75,7 +82,6 @@ def check(words: Sequence[str]) -> Checked | None:
             f"{swept[0]} lists several values, which is a sweep: "
             f"python -m sparse_eval -m {' '.join(words)}"
         )
-    composer = Composer(tuple([flags.config_dir] if flags.config_dir else []))
     composer.check_words(parsed)
     composer.check_launcher(parsed)
     jobs = (
@@ -84,14 +90,15 @@ def check(words: Sequence[str]) -> Checked | None:
         else [without_hydra(overrides)]
     )
     is_plan = any(word.replace(" ", "").lower() == "plan=true" for word in overrides)
-    if not is_plan:
-        for job in jobs:
-            resolve(composer, job)
     if not is_sweep:
         packed_keys(composer.compose(jobs[0]))
     elif swept:
         overrides, unpacked = pack(composer, overrides), jobs
-        jobs = [without_hydra(job) for job in sweep_jobs(parse(overrides))]
+        jobs = [without_hydra(job) for job in sweep_jobs(parse(overrides, composer.loader))]
+    if not is_plan:
+        for job in jobs:
+            check_values(composer.compose(job))
+        resolve_each(composer, jobs)
     if is_plan:
         from sparse_eval.cli.plan import print_plan
 
@@ -103,6 +110,14 @@ def check(words: Sequence[str]) -> Checked | None:
         return None
     flag_words = [word for word in words if word not in flags.overrides]
     return Checked([*flag_words, *overrides], jobs, is_sweep, composer)
+
+
+def resolve_each(composer: Composer, jobs: Sequence[Sequence[str]]) -> None:
+    """Validates what policies, model and device say of the jobs; torch is imported here."""
+    from sparse_eval.cli.settings import resolve
+
+    for job in jobs:
+        resolve(composer, job)
 
 
 def attempt(composer: Any, job: Sequence[str]) -> Any:

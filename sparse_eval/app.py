@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -21,18 +21,28 @@ from omegaconf import DictConfig, OmegaConf
 
 from sparse_eval.cli.compose import Checked, Composer
 from sparse_eval.cli.config import Settings
-from sparse_eval.cli.failure import PartsFailed, run_guarded, stop_on_signals, told
+from sparse_eval.cli.failure import (
+    PartsFailed,
+    run_guarded,
+    stop_on_signals,
+    stoppable,
+    told,
+)
 from sparse_eval.cli.kits import KITS
 from sparse_eval.cli.progress import Level, Progress
 from sparse_eval.cli.settings import resolve
-from sparse_eval.cli.sweep import SweepResult, finish_sweep
 from sparse_eval.core import Row
 from sparse_eval.device import describe_device, peak_memory_bytes
 from sparse_eval.models import model_info
 from sparse_eval.parts import Parts, config_record, parts_of
-from sparse_eval.report import write_report
-from sparse_eval.results import CellStore, Journal, provenance, write_parquet, write_summary
-from sparse_eval.tracking import Tracker, make_tracker, track_sweep
+from sparse_eval.provenance import provenance
+from sparse_eval.results import write_parquet, write_summary
+from sparse_eval.storage.cells import CellStore
+from sparse_eval.storage.journal import Journal
+from sparse_eval.tracking.tracker import Tracker, make_tracker, track_sweep
+
+if TYPE_CHECKING:
+    from sparse_eval.cli.sweep import SweepResult
 
 log = logging.getLogger("sparse_eval")
 
@@ -48,6 +58,10 @@ class Sweep:
 
 SWEEP = Sweep()
 
+PROBE_BYTES = 2**20
+"""Room that there must be under outputs/ before a run begins: what a small one leaves, less its
+page."""
+
 
 def register_resolvers() -> None:
     """${run_id:} six hex digits a run or sweep; ${short_name:text} a file name of at most 80."""
@@ -58,8 +72,10 @@ def register_resolvers() -> None:
 
 
 def short_name(text: Any) -> str:
-    """A folder's name: paths among the overrides would make folders of their own."""
-    return re.sub(r"[^\w.,=+\[\]-]", "_", str(text))[:80]
+    """A folder's name: paths among the overrides would make folders of their own, and a file
+    system counts bytes (255 at most)."""
+    name = re.sub(r"[^\w.,=+\[\]-]", "_", str(text))[:80]
+    return name.encode()[:200].decode(errors="ignore")
 
 
 register_resolvers()  # also in a launcher's workers, which import this module and no other
@@ -152,6 +168,8 @@ def measure(
 
 def present(folder: Path, progress: Progress, tracker: Tracker) -> None:
     """Pictures and page of a run on its own."""
+    from sparse_eval.report import write_report  # loads the plotting libraries
+
     with progress.stage("pictures and report"):
         page = write_report(folder)
     tracker.log_plots([*sorted((folder / "plots").glob("*.png")), page])
@@ -193,16 +211,27 @@ def main(checked: Checked) -> None:
     SWEEP.jobs = checked.jobs if checked.is_sweep else []
     check_writable(checked)
     sys.argv[1:] = checked.words
+    log.addHandler(logging.NullHandler())  # before and after Hydra's own, nothing on the terminal
+    logging.raiseExceptions = False  # a full disk is told once, by the run
     stop_on_signals()
+    with stoppable():
+        failed = not jobs_end_well(checked)
+    if failed:
+        sys.exit(1)
+
+
+def jobs_end_well(checked: Checked) -> bool:
+    """Runs every job, then the end of a sweep, also where Hydra ends with an error of its own; not
+    where somebody stopped it."""
     try:
         hydra.main(version_base="1.3", config_path="pkg://sparse_eval.conf", config_name="config")(
             job
         )()
-    finally:
-        stopped = isinstance(sys.exc_info()[1], SystemExit) and sys.exc_info()[1].code != 1  # type: ignore[union-attr]
-        failed = bool(SWEEP.jobs) and not stopped and not end_sweep(checked.words)
-    if failed:
-        sys.exit(1)
+    except SystemExit as end:
+        if end.code == 1 and SWEEP.jobs:
+            end_sweep(checked.words)
+        raise
+    return not SWEEP.jobs or end_sweep(checked.words)
 
 
 def check_writable(checked: Checked) -> None:
@@ -213,8 +242,8 @@ def check_writable(checked: Checked) -> None:
     folder = Path("outputs") / checked.composer.compose(checked.jobs[0])["name"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROBE_BYTES))
     except OSError as error:
         print(f"error: {folder} cannot be written ({error})", file=sys.stderr)
         sys.exit(1)
@@ -222,6 +251,8 @@ def check_writable(checked: Checked) -> None:
 
 def end_sweep(words: list[str]) -> bool:
     """What a sweep leaves behind its jobs' folders. Returns whether every job ran through."""
+    from sparse_eval.cli.sweep import finish_sweep  # loads the plotting libraries
+
     progress = Progress()
     if SWEEP.folder is None or not SWEEP.folder.is_dir():
         return False
@@ -229,7 +260,7 @@ def end_sweep(words: list[str]) -> bool:
         with progress.stage("pictures and report of the sweep"):
             result = finish_sweep(SWEEP.folder, SWEEP.jobs)
     except Exception as error:
-        log.exception("no report of the sweep")
+        log.debug("no report of the sweep", exc_info=True)  # the command below shows it again
         print(
             f"error: no report of the sweep ({told(error)}); its rows are kept, once mended: "
             f"python -m sparse_eval.report {SWEEP.folder}",

@@ -114,7 +114,7 @@ def build(target: str, fixed: Mapping[str, Any], **fields: Any) -> Policy:
 
 
 def policy_class(target: str) -> type[Policy]:
-    module_name, _, name = target.rpartition(".")
+    module_name, _, name = target.rpartition(".") if isinstance(target, str) else ("", "", "")
     if not module_name:
         raise ValueError(f"target must be an import path such as mypkg.MyPolicy, got {target!r}")
     try:

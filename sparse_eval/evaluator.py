@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -29,6 +28,9 @@ from sparse_eval.policies.base import (
     selection_from_mask,
     visible_BP,
 )
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 METRICS = (
     "mass_recall",
@@ -328,6 +330,8 @@ def measure(
     budgets: tokens (int) or fractions of the prompt in (0, 1); adaptive policies run once, with
     none. dense_layers stay dense. Columns as in the README's recall table.
     """
+    import pandas as pd
+
     from sparse_eval.device import resolve_device
 
     device = resolve_device(device)

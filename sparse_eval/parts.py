@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparse_eval.cli.config import Settings, token_budgets
-from sparse_eval.cli.failure import SharedFailure, failure_of, told
+from sparse_eval.cli.failure import failure_of, told
 from sparse_eval.cli.progress import Progress
 from sparse_eval.core import Row
 from sparse_eval.inputs.store import Unavailable
 from sparse_eval.provenance import code_hash, version_of
 from sparse_eval.storage.cells import CellStore, cell_key
 from sparse_eval.storage.files import to_json, write_atomic
+from sparse_eval.tasks.shared import SharedFailed
 
 log = logging.getLogger("sparse_eval")
 
@@ -26,6 +27,9 @@ NEUTRAL = ("tracking", "name", "cache_dir", "model_cache", "cache_gb", "verbose"
 
 PASSING = (OSError, MemoryError, Unavailable)
 """Failures of the machine, not of the configuration: never remembered."""
+
+ENDING = (*PASSING, SharedFailed)
+"""Failures that no other policy or budget would escape."""
 
 
 class Task(Protocol):
@@ -49,20 +53,28 @@ class Parts:
     def run(self, store: CellStore) -> Iterator[list[Row]]:
         """Rows of one cell at a time, each cell once. What fails is in `failures` at the end.
         Raises the error where the cause is not one policy or budget."""
+        try:
+            yield from self._run(store)
+        except SharedFailed as failed:
+            cause = failed.__cause__
+            assert isinstance(cause, Exception)
+            self.remember(self.settings, cause)
+            raise cause from cause.__cause__
+
+    def _run(self, store: CellStore) -> Iterator[list[Row]]:
+        """Together; where that fails, and not for what all share, one by one."""
         parts = parts_of(self.settings)
         known = {name: self.recall(part) for name, part in parts.items()}
-        first_error = None
         if not any(known.values()):
             try:
                 yield from self._measure(self.settings, store)
                 return
             except Exception as error:
-                if len(parts) == 1:
-                    self.remember(self.settings, error)
-                if len(parts) == 1 or isinstance(error, (*PASSING, SharedFailure)):
+                if len(parts) == 1 or isinstance(error, ENDING):
+                    if not isinstance(error, SharedFailed):
+                        self.remember(self.settings, error)
                     raise
                 log.exception("the job failed: its policies and budgets are measured one by one")
-                first_error = error
         for name, part in parts.items():
             if failure := known[name]:
                 self.failures.append(failure | {"part": name})
@@ -70,13 +82,11 @@ class Parts:
             try:
                 yield from self._measure(part, store)
             except Exception as error:
-                if isinstance(error, PASSING):
+                if isinstance(error, ENDING):
                     raise
                 self.progress.warn(f"{name} failed: {told(error)}")
                 self.remember(part, error)
                 self.failures.append(plain_failure(error) | {"part": name})
-                if len(self.failures) == 2 and not self.seen and first_error is not None:
-                    raise first_error from None
 
     def _measure(self, settings: Settings, store: CellStore) -> Iterator[list[Row]]:
         task = self.make(settings, self.progress)
@@ -95,10 +105,10 @@ class Parts:
             return None
         try:
             failure = json.loads(memory_path(part).read_text())
-        except (OSError, ValueError):
+            line = f"{failure['error']} (failed {failure['when']}; retry_failed=true tries again)"
+            return {"error": line, "traceback": str(failure["traceback"])}
+        except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged: tried again
             return None
-        line = f"{failure['error']} (failed {failure['when']}; retry_failed=true tries again)"
-        return {"error": line, "traceback": failure["traceback"]}
 
     def remember(self, part: Settings, error: Exception) -> None:
         passing = isinstance(error, PASSING) or "OutOfMemory" in type(error).__name__

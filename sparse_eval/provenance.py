@@ -17,7 +17,7 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
 
-OUTPUT_FOLDERS = frozenset({"cli", "reporting", "storage", "conf", "__pycache__"})
+OUTPUT_FOLDERS = frozenset({"cli", "reporting", "storage", "tracking", "conf", "__pycache__"})
 OUTPUT_MODULES = frozenset(
     {
         "__main__",
@@ -29,7 +29,6 @@ OUTPUT_MODULES = frozenset(
         "provenance",
         "report",
         "results",
-        "tracking",
     }
 )
 """What presents or keeps what was measured. Whatever else the package holds, new files included,
@@ -113,6 +112,7 @@ def command() -> str:
     return shlex.join([Path(program).name, *words])
 
 
+@cache
 def version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)

@@ -14,11 +14,18 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from sparse_eval.reporting.compare import Comparison, compare, comparison_section, print_comparison
+from sparse_eval.reporting.compare import (
+    Comparison,
+    compare,
+    comparison_section,
+    print_comparison,
+    tables_of,
+)
 from sparse_eval.reporting.dashboard import dashboard, picture
-from sparse_eval.reporting.export import export
+from sparse_eval.reporting.export import export, export_comparison
 from sparse_eval.reporting.page_live import (
     fidelity_sections,
+    latency_sections,
     live_page,
     lm_eval_sections,
     needle_sections,
@@ -67,6 +74,8 @@ def report_of(
     runs = [summary_of(source, folder) for source in sources]
     commands = list(dict.fromkeys(str(run["command"]) for run in runs if run.get("command")))
     export(rows, folder / "tables", formats, commands)
+    if comparison is not None:
+        export_comparison(tables_of(comparison), folder / "tables", formats)
     if "html" not in formats:
         return folder
     page = page_of(rows, runs, pictures)
@@ -93,6 +102,7 @@ def page_of(rows: pd.DataFrame, runs: Sequence[Mapping[str, Any]], pictures: Seq
     sections = needle_sections(live) if "needle" in tasks else []
     sections += fidelity_sections(live) if "fidelity" in tasks else []
     sections += lm_eval_sections(live) if "lm_eval" in tasks else []
+    sections += latency_sections(live) if "latency" in tasks else []
     shown = [path for path in pictures if not path.stem.startswith("recall")]
     figures = "".join(f"<figure>{picture(path)}</figure>" for path in shown)
     sections.append(f'<section><div class="head"><h2>Pictures</h2></div>{figures}</section>')

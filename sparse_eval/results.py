@@ -25,10 +25,10 @@ from sparse_eval.storage.columns import (
     NEEDLE_COLUMNS,
     RECALL_COLUMNS,
     SCHEMA,
-    frame_of,
 )
 from sparse_eval.storage.files import to_json, write_atomic
 from sparse_eval.storage.journal import Journal
+from sparse_eval.storage.table import frame_of
 
 if TYPE_CHECKING:
     from sparse_eval.core import Row
@@ -75,7 +75,7 @@ def load(where: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     A run that was killed counts with the cells that it finished. Raises ValueError if nothing is
     there or if the rows' schemas differ."""
     sources = row_sources([where] if isinstance(where, str | Path) else list(where))
-    frames = {source: read_rows(source) for source in sources}
+    frames = {source: with_run(read_rows(source), source) for source in sources}
     frames = {source: frame for source, frame in frames.items() if len(frame)}
     if not frames:
         raise ValueError(f"no rows in {where}: expected folders with rows.jsonl or rows.parquet")
@@ -83,6 +83,15 @@ def load(where: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     parts = [frame.dropna(axis="columns", how="all") for frame in frames.values()]
     columns = dict.fromkeys(name for frame in frames.values() for name in frame)
     return frame_of(pd.concat(parts, ignore_index=True).reindex(columns=list(columns)))
+
+
+def with_run(rows: pd.DataFrame, source: Path) -> pd.DataFrame:
+    """Timings with the run that took them: timed again, the same cell is another measurement."""
+    if "task" not in rows or "run" in rows or not (rows["task"] == "latency").any():
+        return rows
+    name = "/".join(source.resolve().parts[-2:])
+    everywhere = pd.Series(name, rows.index, dtype=object)
+    return rows.assign(run=everywhere.where(rows["task"] == "latency", None))
 
 
 def row_sources(places: list[str | Path]) -> list[Path]:

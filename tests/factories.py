@@ -126,3 +126,40 @@ def metadata_bytes(base: str, context: int, page_size: int) -> float:
     if base == "oracle":
         return NAN
     return context / page_size * 2 * 64 * 4 if base in ("quest", "mean_std") else 0.0
+
+
+def latency_rows() -> list[dict[str, Any]]:
+    """A grid in which batch 1 loses and batch 8 wins: two contexts, graphs and eager."""
+    rows: list[dict[str, Any]] = []
+    for batch in (1, 8):
+        for context in (4096, 8192):
+            times = {"dense": batch * context / 1000, "step": 6.0}
+            for what, graph in ((w, g) for w in times for g in (True, False)):
+                rows.append(
+                    {
+                        "schema": 1,
+                        "task": "latency",
+                        "model": "qwen",
+                        "weights": "none: shapes only",
+                        "device": "a GPU",
+                        "dtype": "bfloat16",
+                        "page_size": 64,
+                        "budget_tokens": 2048,
+                        "lists": "scattered",
+                        "batch": batch,
+                        "context": context,
+                        "what": what,
+                        "graph": graph,
+                        "l2_resident": what == "step" and batch == 1,
+                        "median_us": times[what] + (0 if graph else 100),
+                        "p10_us": times[what],
+                        "p90_us": times[what] + 100,
+                        "bytes": 1,
+                        "terabytes_per_s": 1.0,
+                        "ceiling_fraction": 0.25,
+                        "baseline": "",
+                        "speedup_vs_sdpa": times["dense"] / times[what],
+                        "speedup_vs_best": times["dense"] / times[what],
+                    }
+                )
+    return rows

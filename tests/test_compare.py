@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
 from sparse_eval.report import main
 from sparse_eval.reporting.compare import compare, records, verdict
+from sparse_eval.reporting.compare_latency import timing_lines
 from sparse_eval.reporting.export import latex
 from sparse_eval.reporting.paired import holm, least_p, paired, sign_flip_p, t_quantile
 from sparse_eval.reporting.summarise import summarise_recall
 from sparse_eval.results import Journal, write_summary
-from tests.factories import recall_rows
+from tests.factories import latency_rows, recall_rows
 
 CONFIG = {"page_size": 16, "model": {"name": "synthetic"}, "seed": 0}
 
@@ -141,3 +143,61 @@ def test_names_are_safe_in_latex():
 def test_an_unknown_format_is_one_line(two, capsys):
     assert main([two[0], "--format", "docx"]) == 2
     assert "--format must be of html, pdf, svg, latex, csv" in capsys.readouterr().err
+
+
+def timings(**changed: Any) -> pd.DataFrame:
+    """A run's latency rows, sharply timed; changed: columns, or a factor of every time."""
+    factor = changed.pop("factor", 1.0)
+    rows = pd.DataFrame(latency_rows()).assign(**changed)
+    times = {"p10_us": 0.99, "median_us": 1.0, "p90_us": 1.01}
+    median = rows["median_us"] * factor
+    return rows.assign(**{name: median * share for name, share in times.items()})
+
+
+def test_timings_are_paired_by_the_work_they_timed():
+    found = compare(timings(), timings(factor=0.5), CONFIG, CONFIG)
+    assert len(found.timings) == len(latency_rows()) and not len(found.results)
+    assert set(found.timings["ratio"]) == {0.5} and set(found.timings["verdict"]) == {"B faster"}
+    near = compare(timings(), timings(factor=1.005), CONFIG, CONFIG)
+    assert set(near.timings["verdict"]) == {"ranges overlap"}
+    assert not near.only_a and not near.only_b
+
+
+def test_a_setting_that_differs_is_the_comparison_and_one_that_varies_tells_lines_apart():
+    found = compare(timings(), timings(page_size=16, factor=2), CONFIG, CONFIG)
+    assert set(found.timings["verdict"]) == {"A faster"} and "page_size" not in found.timings
+    both = pd.concat([timings(), timings(page_size=16)])
+    found = compare(both, both, CONFIG, CONFIG)
+    assert len(found.timings) == len(both) and set(found.timings["ratio"]) == {1.0}
+
+
+def test_the_fastest_sdpa_of_one_run_meets_that_of_the_other():
+    runs = [timings(what="sdpa", baseline=name).query("graph") for name in ("sdpa flash", "sdpa x")]
+    a, b = (run.drop_duplicates(["batch", "context"]) for run in runs)
+    found = compare(a, b, CONFIG, CONFIG)
+    [line, *_] = timing_lines(found.timings).lines
+    assert len(found.timings) == 4 and line[5].endswith("(A: sdpa flash, B: sdpa x)")
+
+
+def test_runs_without_common_work_say_so():
+    found = compare(timings(batch=1), timings(batch=2), CONFIG, CONFIG)
+    assert not len(found.timings) and found.only_a and found.only_b
+
+
+def test_latency_runs_are_compared_from_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sparse_eval.report.draw", lambda rows, folder: [])
+    for name, factor in (("a", 1.0), ("b", 0.5)):
+        Journal(tmp_path / name).append(timings(factor=factor).to_dict("records"))  # type: ignore[arg-type]
+    paths = [str(tmp_path / name) for name in "ab"]
+    assert main([*paths, "--format", "html,latex,csv"]) == 0
+    assert "B faster" in capsys.readouterr().out
+    tables = tmp_path / "report" / "tables"
+    numbers = pd.read_csv(tables / "comparison_timings.csv")
+    assert set(numbers["B / A"]) == {0.5} and len(numbers) == len(latency_rows())
+    text = (tables / "comparison_timings.tex").read_text()
+    assert text.isascii() and r"A \textmu{}s" in text and "B faster" in text
+    own = sorted(tables.glob("latency_*.tex"))  # the same work twice: each run has its own
+    assert [path.stem[-2:] for path in own] == ["_a", "_b"]
+    assert all("vs best dense" in path.read_text() for path in own)
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "B faster" in page and 'class="left"' in page

@@ -41,6 +41,13 @@ BAD = {
     "policy.group=mean": "group must be one of max, sum, softmax_sum, per_head, got 'mean'",
     "policy=quest,window": "python -m sparse_eval -m",
     "budget=64,128": "python -m sparse_eval -m",
+    "task=null": "task must be one of",
+    "tracking=null": "tracking must be one of",
+    "task.name=x": "task.name must be one of",
+    "name=../x": "name must be a folder's name under outputs/",
+    "name=größe": "letters beyond ASCII need quotes: \"name='größe'\"",
+    "model_cache=5": "model_cache must be a non-empty text, got 5",
+    "policy._target_=5": "must be an import path such as mypkg.MyPolicy, got 5",
     "compare=quest": "compare must be a list",
     "compare=[nothing]": "policy must be one of",
     'compare=["quest:group=mean"]': "group must be one of",
@@ -170,6 +177,13 @@ def test_budget_in_tokens(value, tokens):
 def test_budget_that_is_none(value):
     with pytest.raises(ValueError, match="budget must be tokens"):
         parse_budget(value)
+
+
+def test_glob_names_the_policies_that_match():
+    checked = check(["-m", *TINY, "policy=glob(q*)", "compare=[]"])
+    assert checked and checked.jobs == [[*TINY, "policy=quest", "compare=[]"]]
+    with pytest.raises(ValueError, match="names nothing"):
+        check(["-m", *TINY, "policy=glob(nothing*)"])
 
 
 def test_a_sweep_validates_every_job():

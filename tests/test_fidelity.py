@@ -63,7 +63,7 @@ def test_a_run(tmp_path, monkeypatch):
     quest = [row for row in rows if row["policy"] == "quest" and row["sample"] == 0]
     assert quest[0]["kl_mean"] > quest[1]["kl_mean"] > 0
     assert quest[0]["model_read_fraction"] < quest[1]["model_read_fraction"] < 1.1
-    monkeypatch.setattr("sparse_eval.tasks.live_task.shared_model", None)
+    monkeypatch.setattr("sparse_eval.tasks.prompted.shared_model", None)
     assert repr(run(tmp_path)) == repr(rows)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -23,6 +22,7 @@ from sparse_eval.reporting.page_live import live_page
 from sparse_eval.reporting.plots_latency import latency_pictures
 from sparse_eval.reporting.show_latency import print_results
 from sparse_eval.reporting.summarise_latency import slope, speedups, split_latency
+from tests.factories import latency_rows
 
 TASK = yaml.safe_load((Path(__file__).parent.parent / "conf" / "task" / "latency.yaml").read_text())
 INFO = SimpleNamespace(name="qwen", num_heads=12, num_kv_heads=2, head_dim=128)
@@ -98,52 +98,15 @@ def test_timing_is_a_median_with_its_tenths():
     assert (spread.median_us, round(spread.p10_us), round(spread.p90_us)) == (50.5, 11, 90)
 
 
-def made_up_rows() -> pd.DataFrame:
-    """A grid in which batch 1 loses and batch 8 wins: two contexts, graphs and eager."""
-    rows: list[dict[str, Any]] = []
-    for batch in (1, 8):
-        for context in (4096, 8192):
-            times = {"dense": batch * context / 1000, "step": 6.0}
-            for what, graph in ((w, g) for w in times for g in (True, False)):
-                rows.append(
-                    {
-                        "schema": 1,
-                        "task": "latency",
-                        "model": "qwen",
-                        "weights": "none: shapes only",
-                        "device": "a GPU",
-                        "dtype": "bfloat16",
-                        "page_size": 64,
-                        "budget_tokens": 2048,
-                        "lists": "scattered",
-                        "batch": batch,
-                        "context": context,
-                        "what": what,
-                        "graph": graph,
-                        "l2_resident": what == "step" and batch == 1,
-                        "median_us": times[what] + (0 if graph else 100),
-                        "p10_us": times[what],
-                        "p90_us": times[what] + 100,
-                        "bytes": 1,
-                        "terabytes_per_s": 1.0,
-                        "ceiling_fraction": 0.25,
-                        "baseline": "",
-                        "speedup_vs_sdpa": times["dense"] / times[what],
-                        "speedup_vs_best": times["dense"] / times[what],
-                    }
-                )
-    return pd.DataFrame(rows)
-
-
 def test_speedups_are_those_of_graphs_and_losing_cells_are_there():
-    table = speedups(made_up_rows())
+    table = speedups(pd.DataFrame(latency_rows()))
     assert table.loc[1, 4096] == pytest.approx(4.096 / 6) and table.loc[8, 8192] > 10
-    line = made_up_rows().query("what == 'dense' and graph and batch == 8")
+    line = pd.DataFrame(latency_rows()).query("what == 'dense' and graph and batch == 8")
     assert slope(line["context"], line["median_us"]) == pytest.approx(8.0)
 
 
 def test_pictures_page_and_table_are_made_from_rows(tmp_path):
-    rows = made_up_rows()
+    rows = pd.DataFrame(latency_rows())
     pictures = latency_pictures(rows, tmp_path)
     assert [p.name for p in pictures] == [
         "latency.png",
@@ -152,7 +115,7 @@ def test_pictures_page_and_table_are_made_from_rows(tmp_path):
     ]
     assert all(p.stat().st_size > 10_000 for p in pictures)
     page = live_page(rows, [], pictures)
-    assert "Latency, qwen shapes" in page and "speedup_vs_best" in page
+    assert "Latency, qwen shapes" in page and "vs best" in page
     two = pd.concat([rows, rows.assign(page_size=16)])
     assert len(split_latency(two)) == 2 and len(latency_pictures(two, tmp_path / "two")) == 6
 
@@ -160,7 +123,7 @@ def test_pictures_page_and_table_are_made_from_rows(tmp_path):
 def test_the_table_stars_what_fits_in_the_cache(capsys):
     from rich.console import Console
 
-    print_results(made_up_rows().to_dict("records"), None, Console(width=160))  # type: ignore
+    print_results(latency_rows(), None, Console(width=160))  # type: ignore
     shown = capsys.readouterr().out
     assert "1.00 (25%)*" in shown and "0.68×" in shown and "eager" in shown
 

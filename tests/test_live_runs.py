@@ -16,8 +16,8 @@ from sparse_eval.cli.plan import cost_of
 from sparse_eval.cli.settings import resolve
 from sparse_eval.report import write_report
 from sparse_eval.results import CellStore, load
-from sparse_eval.storage.columns import frame_of
-from sparse_eval.tracking import curve_tables
+from sparse_eval.storage.table import frame_of
+from sparse_eval.tracking.curves import curve_tables
 from tests.needle_rows import needle_run
 
 TINY = ["model=tiny_llama", "dense_layers=[0]", "budget=[64,96]", "compare=[window]"]

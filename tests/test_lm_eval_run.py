@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 from lm_eval.models.huggingface import HFLM
 
+import sparse_eval.prefill
 from sparse_eval.app import register_resolvers, run
 from sparse_eval.cli.compose import Composer
 from sparse_eval.cli.plan import cost_of
 from sparse_eval.cli.progress import Progress
 from sparse_eval.cli.settings import resolve
-from sparse_eval.inputs.store import Unavailable
 from sparse_eval.lm import cell, suite
 from sparse_eval.lm.requests import generation, instances_of
 from sparse_eval.lm.results import Answered
 from sparse_eval.results import CellStore, load
-from sparse_eval.tasks import live_task
 from sparse_eval.tasks.live_task import Arm, arms_of
 from sparse_eval.tasks.lm_eval import LmEval, suspicions
-from sparse_eval.tracking import curve_tables
+from sparse_eval.tasks.shared import SharedFailed
+from sparse_eval.tracking.curves import curve_tables
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
@@ -124,7 +124,7 @@ def test_what_was_measured_is_not_measured_again(done, monkeypatch):
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a prompt was prefilled again")
 
-    monkeypatch.setattr(live_task, "prefill", refuse)
+    monkeypatch.setattr(sparse_eval.prefill, "prefill", refuse)
     task = task_of(done[1])
     again = rows_of(task, done[1])
     assert "loaded" not in task.__dict__, "the model was loaded for nothing"
@@ -159,7 +159,7 @@ def test_a_run_that_crashed_goes_on_where_it_stopped(tmp_path, monkeypatch):
 def test_each_prompt_is_prefilled_once_and_dropped(tmp_path, monkeypatch):
     """Sample-major: all arms answer a batch before the next batch's prompts are prefilled."""
     events: list[str] = []
-    prefill, answer = live_task.prefill, cell.Batch.cell
+    prefill, answer = sparse_eval.prefill.prefill, cell.Batch.cell
 
     def prefilling(*arguments: Any, **options: Any) -> Any:
         events.append("prefill")
@@ -170,7 +170,7 @@ def test_each_prompt_is_prefilled_once_and_dropped(tmp_path, monkeypatch):
         events.append("arm")
         return rows
 
-    monkeypatch.setattr(live_task, "prefill", prefilling)
+    monkeypatch.setattr(sparse_eval.prefill, "prefill", prefilling)
     monkeypatch.setattr(cell.Batch, "cell", answering)
     options = ("task.tasks=[tiny_say]", "task.gate.n=0", "budget=64", "task.batch_size=2")
     rows_of(task_of(tmp_path, *options), tmp_path)
@@ -283,7 +283,7 @@ def test_prompts_that_do_not_fit_are_cut_counted_and_told(tmp_path, capsys):
     assert max(r["prompt_tokens"] for r in samples) == 165 - 12
     assert "cut from the left" in capsys.readouterr().out
     strict = task_of(tmp_path, "task.tasks=[tiny_say]", "task.max_length=165", "task.strict=true")
-    with pytest.raises(ValueError, match="task.strict"):
+    with pytest.raises(SharedFailed, match="task.strict"):
         rows_of(strict, tmp_path)
 
 
@@ -305,7 +305,7 @@ def test_the_question_is_sparse_too(done, tmp_path):
 
 def test_tasks_without_a_question_of_their_own_need_its_length(tmp_path):
     task = task_of(tmp_path, "task.tasks=[tiny_plain]", "protocol=question")
-    with pytest.raises(ValueError, match="protocol.question_tokens=K"):
+    with pytest.raises(SharedFailed, match="protocol.question_tokens=K"):
         rows_of(task, tmp_path)
     given = "protocol.question_tokens=5"
     task = task_of(tmp_path, "task.tasks=[tiny_plain]", "protocol=question", given)
@@ -316,13 +316,13 @@ def test_a_hub_task_without_a_network_fails_at_once(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(suite, "is_reachable", lambda: False)
     started = time.perf_counter()
-    with pytest.raises(Unavailable, match="cannot be reached; suite=offline needs none") as caught:
+    with pytest.raises(SharedFailed, match="cannot be reached; suite=offline needs none") as caught:
         rows_of(task_of(tmp_path, "task.tasks=[tiny_hub]"), tmp_path)
     assert time.perf_counter() - started < 5 and "\n" not in str(caught.value)
 
 
 def test_rolling_likelihoods_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="loglikelihood_rolling"):
+    with pytest.raises(SharedFailed, match="loglikelihood_rolling"):
         rows_of(task_of(tmp_path, "task.tasks=[tiny_rolling]"), tmp_path)
 
 

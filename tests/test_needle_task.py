@@ -66,7 +66,7 @@ def finished(tmp_path_factory) -> Finished:
         return prefill(model, ids, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparse_eval.tasks.live_task.prefill", counted)
+        patch.setattr("sparse_eval.prefill.prefill", counted)
         rows = rows_of(task(folder), folder)
     return Finished(folder, rows, len(prefills))
 
@@ -95,7 +95,7 @@ def test_a_run_measures_every_arm_of_every_prompt_on_one_prefill_each(finished):
 
 
 def test_a_second_run_takes_its_cells_from_the_store_and_loads_no_model(finished, monkeypatch):
-    monkeypatch.setattr("sparse_eval.tasks.live_task.shared_model", None)
+    monkeypatch.setattr("sparse_eval.tasks.prompted.shared_model", None)
     again = rows_of(task(finished.folder, "task.depths=[1]"), finished.folder)
     first = [row for row in finished.rows if row["depth"] == 1]
     assert repr(again) == repr(first)
@@ -278,7 +278,7 @@ def test_prefills_kept_on_disk_serve_later_runs(tmp_path, monkeypatch):
     short = ["task.depths=[0.3]", "prompts.n=1", "cache_prefill=true", "compare=[]", "budget=64"]
     first = rows_of(task(tmp_path, *short), tmp_path)
     assert len(list((tmp_path / "prefills").glob("*.safetensors"))) == 1
-    monkeypatch.setattr("sparse_eval.tasks.live_task.prefill", None)
+    monkeypatch.setattr("sparse_eval.prefill.prefill", None)
     again = rows_of(task(tmp_path, *short, "budget=80"), tmp_path)
     assert again[0]["capture_hash"] == first[0]["capture_hash"]
     assert again[0]["answer_nll"] == first[0]["answer_nll"]

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from sparse_eval.cli.compose import Composer
+from sparse_eval.cli.settings import resolve
 from sparse_eval.report import draw, main, write_report
+from sparse_eval.reporting.show_recall import print_results
 from sparse_eval.results import Journal, load, write_summary
 from tests.factories import NAN, recall_rows
 from tests.needle_rows import answer_row
@@ -216,3 +220,15 @@ def test_a_sweep_over_recall_and_needle_has_both_in_the_headline(tmp_path):
     assert cells["quest"] == "75% [30%, 95%], n 4"  # the headline's: the first table on the page
     assert cells["window"] == "n/a"
     assert any("Needle" in text and "256" not in text for text in page.texts)
+
+
+def test_a_run_whose_layers_are_all_dense_says_why_recall_is_one():
+    settings = resolve(Composer(), ["model=tiny_llama", "budget=64", "dense_layers=[0,1,2]"])
+    rows = recall_rows(("quest",), (64,), num_layers=3, num_kv_heads=1, context=256)
+    told: list[str] = []
+    for all_dense in (True, False):
+        console = Console(record=True, width=200)
+        print_results([r | {"dense_layer": all_dense} for r in rows], settings, console)
+        told.append(console.export_text())
+    assert "every layer is dense (dense_layers=[0, 1, 2])" in told[0]
+    assert "every layer" not in told[1]

@@ -25,7 +25,7 @@ LIBRARIES = {
         "token_count",
     },
     "hydra": {"app", "compose", "pack", "settings", "__main__"},
-    "wandb": {"tracking"},
+    "wandb": {"wandb_run", "wandb_service"},
     "lm_eval": {"suite", "requests", "scoring", "adapter", "lm_cli"},
 }
 

@@ -18,7 +18,7 @@ from sparse_eval.reporting.summarise_needle import (
     split_needle,
     summarise_needle,
 )
-from sparse_eval.storage.columns import frame_of
+from sparse_eval.storage.table import frame_of
 from tests.needle_rows import NAN, answer_row, needle_run
 
 

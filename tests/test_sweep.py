@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,9 @@ import pandas as pd
 import pytest
 
 from sparse_eval import __main__, load
+from sparse_eval.app import short_name
 from sparse_eval.cli.compose import Composer
+from sparse_eval.cli.failure import Stopped
 from sparse_eval.cli.pack import pack
 from sparse_eval.storage import keep
 
@@ -96,9 +100,20 @@ def test_what_cannot_share_a_job_stays_a_sweep():
     assert packed(*words) == words
 
 
-def test_an_unknown_key_to_pack_is_one_line(capsys, go):
-    assert go("-m", *TINY, "budget=64,96", "sweep.pack=[context]") == 2
-    assert "sweep.pack must be a list of policy and budget" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("sweep.pack=[context]", "sweep.pack must be a list of policy and budget"),
+        ("sweep.pack=policy", "sweep.pack must be a list of policy and budget"),
+        ("sweep.pack=[[policy]]", "sweep.pack must be a list of policy and budget"),
+        ("sweep.pack=[budget],[policy]", "how jobs are packed cannot be swept"),
+        ("sweep=null", "sweep must hold its keys"),
+    ],
+)
+def test_what_cannot_be_packed_is_one_line(capsys, go, word, told):
+    assert go("-m", *TINY, "budget=64,96", word) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert told in line
 
 
 def test_a_packed_sweep_measures_what_the_unpacked_one_does(go, tmp_path):
@@ -149,6 +164,20 @@ def test_a_sweep_leaves_one_table_one_page_and_its_failures(go, tmp_path):
     assert set(load(folder / "rows.parquet")["budget_tokens"]) == {64, 96}
 
 
+def test_a_text_that_is_too_short_is_told_once_whatever_the_policies(go, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("many words " * 40)
+    words = ["context=4000", "prompts=file", f"prompts.path={text}", "prompts.n=1"]
+    run = ["model=tiny_llama", *words, "policy=quest", "compare=[window,random]", "budget=[64,96]"]
+    assert go(*run) == 1
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("the text is too short") == 1
+    assert go("-m", *run[:-1], "budget=64,96") == go("-m", *run[:-1], "budget=64,96") == 1
+    sweep = folders(tmp_path)[-1]
+    [failure] = json.loads((sweep / "failures.json").read_text())
+    assert "retry_failed=true tries again" in failure["error"]  # known: nothing was tried
+
+
 @pytest.fixture
 def breaks(tmp_path, monkeypatch):
     (tmp_path / "breaking.py").write_text(BROKEN)
@@ -194,6 +223,13 @@ def test_a_policy_that_breaks_costs_only_its_own_cells(go, tmp_path, breaks, cap
     sys.modules.pop("breaking", None)
     assert go(*sweep) == 0  # other code: another job
     assert "Breaks" in set(load(folders(tmp_path)[-1])["policy"])
+
+
+def test_two_policies_that_break_leave_the_others_measured(go, tmp_path, breaks):
+    words = ["policy=external", "policy.target=breaking.Breaks", "budget=[64,96]"]
+    assert go(*TINY, *words, "compare=[]") == 1
+    assert go(*TINY, *words, "compare=[window]") == 1
+    assert set(load(folders(tmp_path)[-1])["policy"]) == {"window"}
 
 
 def test_what_failed_is_tried_again_when_asked(go, tmp_path, monkeypatch, capsys):
@@ -263,6 +299,18 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_measured(go, tmp_path, capsy
     assert len(load(folders(tmp_path)[0])) == 3 * 2
 
 
+def test_outputs_without_room_are_one_line_before_anything_runs(go, tmp_path, capsys, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sparse_eval.app.tempfile.TemporaryFile", lambda dir: Full())
+    assert go(*CHEAP, "budget=64") == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: outputs/recall cannot be written") and "No space" in line
+    assert not list((tmp_path / "outputs/recall").iterdir())
+
+
 def test_an_outputs_folder_that_cannot_be_written_is_one_line(go, tmp_path, capsys):
     (tmp_path / "outputs").write_text("not a folder")
     assert go(*CHEAP, "budget=64") == 1
@@ -280,6 +328,65 @@ def test_a_missing_parquet_is_made_from_the_journal(go, tmp_path):
 
     assert main([str(folder)]) == 0
     pd.testing.assert_frame_equal(load(folder / "rows.parquet"), before)
+
+
+def test_a_stop_while_the_report_is_made_is_a_stop(go, tmp_path, capsys, monkeypatch):
+    def stopped(*_: Any) -> None:
+        raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr("sparse_eval.report.draw", stopped)
+    assert go("-m", *CHEAP, "budget=64,96") == 143
+    assert "stopped by SIGTERM; every finished cell is kept" in capsys.readouterr().err
+    assert len(load(folders(tmp_path)[0])) == 2 * 3 * 2
+
+
+def test_a_sweep_whose_report_fails_is_one_line_and_keeps_its_rows(
+    go, tmp_path, capsys, monkeypatch
+):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sparse_eval.report.draw", full)
+    assert go("-m", *CHEAP, "budget=64,96") == 1
+    said = capsys.readouterr()
+    [line] = [line for line in said.err.splitlines() if line.startswith("error")]
+    assert "its rows are kept" in line and "Traceback" not in said.out + said.err
+    assert len(load(folders(tmp_path)[0])) == 2 * 3 * 2
+
+
+def test_a_job_that_runs_again_in_its_folder_forgets_how_it_ended(go, tmp_path, monkeypatch):
+    from sparse_eval.evaluator import Evaluator
+
+    cell = Evaluator.cell
+    monkeypatch.setattr(Evaluator, "cell", lambda *_: 1 / 0)
+    sweep = ["-m", *CHEAP, "budget=64", "hydra.sweep.dir=here"]
+    assert go(*sweep) == 1
+    monkeypatch.setattr(Evaluator, "cell", cell)
+    assert go(*sweep, "retry_failed=true") == 0
+    assert json.loads((tmp_path / "here/failures.json").read_text()) == []
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", "null", '{"error": 1, "when": 2}'])
+def test_a_damaged_note_of_a_failure_is_no_note(go, tmp_path, monkeypatch, damage):
+    from sparse_eval.evaluator import Evaluator
+
+    cell = Evaluator.cell
+    monkeypatch.setattr(Evaluator, "cell", lambda *_: 1 / 0)
+    assert go("-m", *CHEAP, "budget=64") == 1
+    [note] = (tmp_path / "outputs/cache/failures").iterdir()
+    note.write_text(damage)
+    monkeypatch.setattr(Evaluator, "cell", cell)
+    assert go("-m", *CHEAP, "budget=64") == 0
+
+
+def test_names_beyond_ascii_and_long_ones_are_folders(go, tmp_path):
+    folder = tmp_path / "own" / "policy"
+    folder.mkdir(parents=True)
+    shutil.copy(Path(__file__).parent.parent / "conf/policy/window.yaml", folder / "größe.yaml")
+    words = ["--config-dir", str(tmp_path / "own"), "policy='größe',quest", "name='漢字'"]
+    assert go("-m", *CHEAP[:-1], *words, "budget=64", "compare=[]") == 0
+    assert set(load(folders(tmp_path, "漢字")[0])["policy"]) == {"größe", "quest"}
+    assert len(short_name("𠀀" * 300).encode()) <= 200
 
 
 def test_an_unknown_launcher_says_how_to_get_it(go, capsys):

@@ -11,9 +11,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from sparse_eval import tracking
 from sparse_eval.results import write_summary
-from sparse_eval.tracking import NoTracker, make_tracker, run_id
+from sparse_eval.tracking import curves
+from sparse_eval.tracking.tracker import NoTracker, make_tracker, track_sweep
+from sparse_eval.tracking.wandb_run import run_id
+from sparse_eval.tracking.wandb_service import has_key
 from tests.factories import recall_rows
 
 WANDB = {
@@ -181,10 +183,10 @@ def test_needle_and_fidelity_have_curves_of_their_own(monkeypatch):
             "accuracy": [0.5],
         }
     )
-    monkeypatch.setattr(tracking, "split_needle", lambda frame: {"": frame})
-    monkeypatch.setattr(tracking, "summarise_needle", lambda frame: table)
-    [(curves, setting)] = tracking.curve_tables(pd.DataFrame({"task": ["needle"]}))
-    assert list(curves) == ["policy", "budget_tokens", "needle/correct"]
+    monkeypatch.setattr(curves, "split_needle", lambda frame: {"": frame})
+    monkeypatch.setattr(curves, "summarise_needle", lambda frame: table)
+    [(points, setting)] = curves.curve_tables(pd.DataFrame({"task": ["needle"]}))
+    assert list(points) == ["policy", "budget_tokens", "needle/correct"]
     assert setting == " [single 500]"
 
 
@@ -208,7 +210,7 @@ def test_a_sweep_has_a_run_for_its_pictures_and_page(tmp_path):
     write_summary(folder / "0_job", {"config": {"tracking": WANDB}})
     (folder / "plots").mkdir()
     picture(folder / "plots" / "recall_curve.png")
-    tracking.track_sweep(folder, page(folder / "report.html"), ["-m", "budget=64,96"], print)
+    track_sweep(folder, page(folder / "report.html"), ["-m", "budget=64,96"], print)
     logged = Logged(folder)
     assert logged.run.job_type == "report" and logged.run.run_group == "sweep"
     assert logged.config["sweep"] == ["-m", "budget=64,96"] and "report" in logged.artifacts
@@ -248,12 +250,12 @@ def test_online_without_a_key_goes_on_offline(tmp_path, monkeypatch):
 
 
 def test_a_netrc_entry_is_a_key(tmp_path, monkeypatch):
-    assert not tracking.has_key()
+    assert not has_key()
     path = tmp_path / "netrc"
     path.write_text(f"machine api.wandb.ai login user password {'0' * 40}\n")
     path.chmod(0o600)
     monkeypatch.setenv("NETRC", str(path))
-    assert tracking.has_key()
+    assert has_key()
 
 
 def test_a_run_goes_on_when_wandb_cannot_start(tmp_path, monkeypatch):

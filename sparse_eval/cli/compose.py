@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Sequence
 from copy import deepcopy
@@ -14,6 +15,7 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -101,7 +103,7 @@ class Composer:
                 )
 
     def check_option(self, group: str, value: Any) -> None:
-        if value is None or value in self.options(group):
+        if value in self.options(group):
             return
         options = self.options(group)
         near = difflib.get_close_matches(str(value), options, n=1)
@@ -122,26 +124,51 @@ class Checked:
     composer: Composer
 
 
+def values_of(override: Override) -> list[str]:
+    """A sweep's values, without their quotes. ValueError with one line where there are none."""
+    try:
+        values = [value.strip("'\"") for value in override.sweep_string_iterator()]
+    except HydraException as error:
+        raise ValueError(f"{override.input_line}: {one_line(error, [])}") from None
+    if not values:
+        raise ValueError(f"{override.input_line} names nothing")
+    return values
+
+
 def group_values(override: Override) -> list[Any]:
     """The values a group override takes, each of a sweep's."""
     if override.is_sweep_override():
-        return [v.strip("'\"") for v in override.sweep_string_iterator()]
+        return values_of(override)
     value = override.value()
     return value if isinstance(value, list) else [value]
 
 
-def parse(words: Sequence[str]) -> list[Override]:
-    """Overrides from the command line; ValueError with one line for one that cannot be read."""
-    overrides = []
+def parse(words: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
+    """Overrides from the command line; ValueError with one line for one that cannot be read.
+    loader: whose groups glob(…) looks in."""
+    overrides: list[Override] = []
     for word in words:
         try:
-            overrides.append(OverridesParser.create().parse_override(word))
+            overrides += OverridesParser.create(loader).parse_overrides([word])
         except HydraException:
-            hint = ""
-            if "=" in word.partition("=")[2]:
-                hint = "; a value with '=' inside needs quotes: 'compare=[\"quest:group=sum\"]'"
-            raise ValueError(f"cannot read {word!r}, expected key=value{hint}") from None
+            raise ValueError(f"cannot read {word!r}, expected key=value{hint_for(word)}") from None
     return overrides
+
+
+def hint_for(word: str) -> str:
+    """How to write a word that Hydra's grammar does not take as it is."""
+    key, _, value = word.partition("=")
+    if "=" in value:
+        return "; a value with '=' inside needs quotes: 'compare=[\"quest:group=sum\"]'"
+    if not value.isascii():
+        return f"; letters beyond ASCII need quotes: \"{key}='{value}'\""
+    return ""
+
+
+def quoted(name: str) -> str:
+    """A policy's name as a value that Hydra reads, quoted where it must be."""
+    plain = re.fullmatch(r"\w+", name, re.ASCII)
+    return name if plain else json.dumps(name, ensure_ascii=False)
 
 
 def sweep_jobs(overrides: Sequence[Override]) -> list[list[str]]:

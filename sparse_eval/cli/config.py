@@ -7,13 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparse_eval.budgets import Budget, parse_budget, resolve_budget
-from sparse_eval.policies.base import Policy
+from sparse_eval.tracking.options import check_tracking
+
+if TYPE_CHECKING:
+    from sparse_eval.policies.base import Policy
 
 TASKS = ("recall", "needle", "fidelity", "lm_eval", "latency")
 QUERIES = ("greedy", "text")
+SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
 KEYS = tuple(
     [
         "model",
@@ -93,6 +97,42 @@ class Settings:
         ]
 
 
+def check_values(cfg: Mapping[str, Any]) -> None:
+    """Keys, and every value that can be judged by itself: what needs no policy, model or device.
+
+    Raises ValueError in one line, in the time it takes to compose a config."""
+    for key in cfg:
+        if key not in KEYS:
+            raise ValueError(unknown_key(key, KEYS))
+    one_of(cfg["task"], "name", TASKS, "task.")
+    for key in ("plan", "cache_prefill", "retry_failed"):
+        flag(cfg, key)
+    for key in SHARED_FIELDS:
+        integer(cfg, key, 0 if key == "sink_pages" else 1)
+    integer(cfg, "context", 2)
+    budgets(cfg["budget"])
+    one_of(cfg, "queries", QUERIES)
+    layer_indices(cfg["dense_layers"], None)
+    compared(cfg["compare"])
+    for key in ("seed", "verbose"):
+        integer(cfg, key, 0)
+    for key in ("name", "cache_dir", "device", "dtype", "backend"):
+        text(cfg, key)
+    if Path(cfg["name"]).is_absolute() or ".." in Path(cfg["name"]).parts:
+        raise ValueError(f"name must be a folder's name under outputs/, got {cfg['name']!r}")
+    if cfg["model_cache"] is not None:
+        text(cfg, "model_cache")
+    gigabytes(cfg, "cache_gb")
+    check_tracking(cfg["tracking"])
+
+
+def compared(value: Any) -> list[str]:
+    """compare: a list of policy names, each with its fields behind colons."""
+    if not isinstance(value, list) or any(not isinstance(word, str) for word in value):
+        raise ValueError(f"compare must be a list of policy names, got {value!r}")
+    return value
+
+
 def integer(cfg: Mapping[str, Any], key: str, least: int, group: str = "") -> int:
     """cfg[key], an integer >= least. group: the prefix that the line names it with, "task."."""
     value = cfg[key]
@@ -101,10 +141,10 @@ def integer(cfg: Mapping[str, Any], key: str, least: int, group: str = "") -> in
     return value
 
 
-def one_of(cfg: Mapping[str, Any], key: str, accepted: Sequence[str]) -> str:
+def one_of(cfg: Mapping[str, Any], key: str, accepted: Sequence[str], group: str = "") -> str:
     value = cfg[key]
     if value not in accepted:
-        raise ValueError(f"{key} must be one of {', '.join(accepted)}, got {value!r}")
+        raise ValueError(f"{group}{key} must be one of {', '.join(accepted)}, got {value!r}")
     return value
 
 

@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ from sparse_eval.storage.files import to_json, write_atomic
 log = logging.getLogger("sparse_eval")
 
 FAILURE_FILE = "failure.json"
+SUMMARY_FILE = "summary.json"
 GO_ON = "every finished cell is kept: run the same command again to go on"
 
 
@@ -29,19 +31,16 @@ class Stopped(BaseException):
         self.number = number
 
 
-class SharedFailure(ValueError):
-    """One that no policy or budget causes: measured one by one they would all fail alike."""
-
-
 class PartsFailed(Exception):
     """Some policies or budgets of a job failed, the others are measured. failures: one a part."""
 
     def __init__(self, failures: Sequence[dict[str, str]], num_parts: int) -> None:
         self.failures = list(failures)
         first = self.failures[0]
+        others = "" if len(self.failures) == num_parts else ", the others are measured"
         super().__init__(
-            f"{len(self.failures)} of {num_parts} (policy, budget) failed, the others are "
-            f"measured; {first['part']}: {first['error']}"
+            f"{len(self.failures)} of {num_parts} (policy, budget) failed{others}; "
+            f"{first['part']}: {first['error']}"
         )
 
 
@@ -59,12 +58,11 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
-def run_guarded(action: Callable[[], Any], folder: Path, overrides: Sequence[str] = ()) -> bool:
-    """Whether the action ran through. A failure is said in one line and kept in failure.json and
-    run.log; Ctrl-C and signals end the process with the shell's exit code for them."""
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Ctrl-C and signals end the process with the shell's exit code for them, and one line."""
     try:
-        action()
-        return True
+        yield
     except KeyboardInterrupt:
         print(f"\nstopped; {GO_ON}", file=sys.stderr)
         sys.exit(130)
@@ -72,6 +70,16 @@ def run_guarded(action: Callable[[], Any], folder: Path, overrides: Sequence[str
         log.info("stopped by %s", stop)
         print(f"stopped by {stop}; {GO_ON}", file=sys.stderr)
         sys.exit(128 + stop.number)
+
+
+def run_guarded(action: Callable[[], Any], folder: Path, overrides: Sequence[str] = ()) -> bool:
+    """Whether the action ran through. A failure is said in one line and kept in failure.json and
+    run.log; Ctrl-C and signals end the process with the shell's exit code for them."""
+    forget_end(folder)
+    try:
+        with stoppable():
+            action()
+        return True
     except Exception as error:
         log.exception("the run failed")
         print(
@@ -81,6 +89,13 @@ def run_guarded(action: Callable[[], Any], folder: Path, overrides: Sequence[str
         )
         keep_failure(folder, failure_of(error) | {"overrides": list(overrides)})
         return False
+
+
+def forget_end(folder: Path) -> None:
+    """A job that runs again in its old folder has not ended: not well, and not badly."""
+    for name in (FAILURE_FILE, SUMMARY_FILE):
+        with suppress(OSError):
+            (folder / name).unlink(missing_ok=True)
 
 
 def told(error: BaseException) -> str:

@@ -5,28 +5,18 @@ A new task is a class in tasks/, a yaml in conf/task/ and a line here.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
-from sparse_eval.cli.config import Settings
-from sparse_eval.cli.progress import Progress
-from sparse_eval.core import Row
-from sparse_eval.reporting import (
-    show_fidelity,
-    show_latency,
-    show_lm_eval,
-    show_needle,
-    show_recall,
-)
-from sparse_eval.results import CellStore
-from sparse_eval.tasks.fidelity import Fidelity
-from sparse_eval.tasks.latency import Latency
-from sparse_eval.tasks.lm_eval import LmEval
-from sparse_eval.tasks.needle import Needle
-from sparse_eval.tasks.recall import Recall
+    from sparse_eval.cli.config import Settings
+    from sparse_eval.cli.progress import Progress
+    from sparse_eval.core import Row
+    from sparse_eval.storage.cells import CellStore
 
 
 class Task(Protocol):
@@ -49,17 +39,37 @@ class Show(Protocol):
 
 @dataclass(frozen=True)
 class Kit:
-    """has_samples: the task has answers, so the run has a samples.jsonl."""
+    """Named by import path and imported on use: a run loads its own task's libraries, no other's.
 
-    task: Callable[[Settings, Progress], Task]
-    show: Show
+    task_path: "package.module:Class". show_path: a module. has_samples: the task has answers, so
+    the run has a samples.jsonl."""
+
+    task_path: str
+    show_path: str
     has_samples: bool = True
+
+    @property
+    def task(self) -> Callable[[Settings, Progress], Task]:
+        return pkgutil.resolve_name(self.task_path)
+
+    @property
+    def show(self) -> Show:
+        return pkgutil.resolve_name(self.show_path)
+
+
+def kit(task: str, name: str, *, has_samples: bool = True) -> Kit:
+    """Of tasks/<name>.py and reporting/show_<name>.py. task: the class's name."""
+    return Kit(
+        f"sparse_eval.tasks.{name}:{task}",
+        f"sparse_eval.reporting.show_{name}",
+        has_samples=has_samples,
+    )
 
 
 KITS = {
-    "recall": Kit(Recall, show_recall, has_samples=False),
-    "needle": Kit(Needle, show_needle),
-    "fidelity": Kit(Fidelity, show_fidelity),
-    "lm_eval": Kit(LmEval, show_lm_eval),
-    "latency": Kit(Latency, show_latency, has_samples=False),
+    "recall": kit("Recall", "recall", has_samples=False),
+    "needle": kit("Needle", "needle"),
+    "fidelity": kit("Fidelity", "fidelity"),
+    "lm_eval": kit("LmEval", "lm_eval"),
+    "latency": kit("Latency", "latency", has_samples=False),
 }

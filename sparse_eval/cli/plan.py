@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -12,16 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparse_eval.cli.config import Settings
+from sparse_eval.cli.kits import KITS
 from sparse_eval.device import DTYPES, describe_device
 from sparse_eval.models import ModelInfo, model_info
-from sparse_eval.results import CellStore
-from sparse_eval.tasks.fidelity import Fidelity
-from sparse_eval.tasks.live_task import LiveTask, Work
-from sparse_eval.tasks.lm_eval import LmEval
-from sparse_eval.tasks.needle import Needle
-from sparse_eval.tasks.recall import Recall
+from sparse_eval.storage.cells import CellStore
 
-LIVE: dict[str, type[LiveTask]] = {"needle": Needle, "fidelity": Fidelity, "lm_eval": LmEval}
+if TYPE_CHECKING:
+    from sparse_eval.tasks.live_task import Work
+    from sparse_eval.tasks.recall import Recall
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,11 @@ def cost_of(settings: Settings, flops: float) -> Cost:
     if settings.task["name"] == "latency":  # no model and no prompt; minutes of GPU time
         cells = len(settings.task["batches"]) * len(settings.task["contexts"])
         return Cost(0, 0, cells, 0, None, None, None)
-    live = LIVE.get(settings.task["name"])
-    if live is None:
-        return recall_cost(settings, flops)
-    task = live(settings, progress=None)  # type: ignore[arg-type]
-    return live_cost(settings, task.work(CellStore(settings.cache_dir)), flops)
+    name, store = settings.task["name"], CellStore(settings.cache_dir)
+    task: Any = KITS[name].task(settings, None)  # type: ignore[arg-type]
+    if name == "recall":
+        return recall_cost(task, store, flops)
+    return live_cost(settings, task.work(store), flops)
 
 
 def live_cost(settings: Settings, work: Work, flops: float) -> Cost:
@@ -85,10 +84,8 @@ def live_cost(settings: Settings, work: Work, flops: float) -> Cost:
     )
 
 
-def recall_cost(settings: Settings, flops: float) -> Cost:
-    task = Recall(settings, progress=None)  # type: ignore[arg-type]
-    cells = settings.cells()
-    store = CellStore(settings.cache_dir)
+def recall_cost(task: Recall, store: CellStore, flops: float) -> Cost:
+    settings, cells = task.settings, task.settings.cells()
     prompts = task.local_prompts()
     cached = captured = 0
     for prompt in prompts or []:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparse_eval.check import policy_class
 from sparse_eval.cli import config
-from sparse_eval.cli.compose import Composer
+from sparse_eval.cli.compose import Composer, quoted
 from sparse_eval.cli.config import NamedPolicy, Settings
 from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
 from sparse_eval.inputs.store import user_cache
@@ -20,15 +20,12 @@ from sparse_eval.models import model_info
 from sparse_eval.needle.config import needle_config
 from sparse_eval.policies.base import Policy
 from sparse_eval.prompts import check_prompts
-from sparse_eval.tracking import check_tracking
-
-SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
 
 
 def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     """Compose and validate everything a job will use. Raises ValueError with one line."""
     cfg = composer.compose(overrides)
-    check_keys(cfg)
+    config.check_values(cfg)
     model = model_info(cfg["model"])
     context = config.integer(cfg, "context", 2)
     suite = choice(overrides, "suite")
@@ -37,7 +34,6 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     if cfg["task"]["name"] != "latency":
         config.integer(cfg["task"], "prompt_queries", 2, "task.")
     check_prompts(cfg["prompts"])
-    check_tracking(cfg["tracking"])
     asked = config.budgets(cfg["budget"])
     device = resolve_device(config.text(cfg, "device"))
     dtype = str(resolve_dtype(config.text(cfg, "dtype"), device)).removeprefix("torch.")
@@ -64,7 +60,7 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
         dtype=dtype,
         seed=config.integer(cfg, "seed", 0),
         name=config.text(cfg, "name"),
-        cache_dir=Path(config.text(cfg, "cache_dir")),
+        cache_dir=Path(config.text(cfg, "cache_dir")).expanduser(),
         model_cache=Path(cfg["model_cache"] or user_cache()).expanduser(),
         cache_prefill=config.flag(cfg, "cache_prefill"),
         verbose=config.integer(cfg, "verbose", 0),
@@ -106,32 +102,22 @@ def check_names(lm_eval: LmConfig) -> None:
     index_for(lm_eval.tasks, lm_eval.include_path)
 
 
-def check_keys(cfg: Mapping[str, Any]) -> None:
-    for key in cfg:
-        if key not in config.KEYS:
-            raise ValueError(config.unknown_key(key, config.KEYS))
-    config.one_of(cfg["task"], "name", config.TASKS)
-    config.flag(cfg, "plan")
-    for key in SHARED_FIELDS:
-        config.integer(cfg, key, 0 if key == "sink_pages" else 1)
-
-
 def policies_of(
     composer: Composer, overrides: Sequence[str], cfg: Mapping[str, Any]
 ) -> tuple[NamedPolicy, ...]:
     """The main policy first, then those it is compared with; equal labels are measured once."""
-    compare = cfg["compare"]
-    if not isinstance(compare, list) or any(not isinstance(word, str) for word in compare):
-        raise ValueError(f"compare must be a list of policy names, got {compare!r}")
     main_name = choice(overrides, "policy") or "quest"
     others = [word for word in overrides if not re.match(r"\+*policy[.=]", word)]
-    plain = composer.compose([*others, f"policy={main_name}"]) if main_name != "external" else cfg
+    has_fields = main_name != "external" and any(re.match(r"\+*policy\.", w) for w in overrides)
+    plain = composer.compose([*others, f"policy={quoted(main_name)}"]) if has_fields else cfg
     main = build_policy(main_name, cfg["policy"])
     named = [NamedPolicy(label(main_name, cfg["policy"], plain["policy"]), main)]
-    for word in compare:
+    for word in config.compared(cfg["compare"]):
         name, *fields = word.split(":")
         composer.check_option("policy", name)
-        chosen = composer.compose([*others, f"policy={name}", *(f"policy.{f}" for f in fields)])
+        chosen = composer.compose(
+            [*others, f"policy={quoted(name)}", *(f"policy.{f}" for f in fields)]
+        )
         policy = build_policy(name, chosen["policy"])
         named.append(NamedPolicy(word, policy))
     return tuple({n.label: n for n in named}.values())
@@ -139,7 +125,7 @@ def policies_of(
 
 def choice(overrides: Sequence[str], group: str) -> str | None:
     values = [word.partition("=")[2] for word in overrides if word.startswith(f"{group}=")]
-    return values[-1] if values else None
+    return values[-1].strip("'\"") if values else None
 
 
 def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
@@ -147,7 +133,7 @@ def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     fields = [
         f"{key}={value}"
         for key, value in given.items()
-        if key not in SHARED_FIELDS and plain.get(key) != value
+        if key not in config.SHARED_FIELDS and plain.get(key) != value
     ]
     if name == "external":
         fields = [

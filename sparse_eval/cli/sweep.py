@@ -55,9 +55,10 @@ def failures_of(folder: Path, jobs: Sequence[Sequence[str]]) -> list[dict[str, A
 
 
 def job_folders(folder: Path) -> dict[int, Path]:
-    """Subfolders of jobs by their number, which their names begin with."""
+    """Subfolders of jobs by their number, which their names begin with; of two, left by two sweeps
+    in one folder, the one that was written last."""
     found = {}
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
         number = re.match(r"(\d+)_", path.name + "_")
         if number and path.is_dir():
             found[int(number[1])] = path

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparse_eval.cli.failure import SharedFailure
 from sparse_eval.lm.config import LmConfig
 from sparse_eval.lm.suite import quiet, seed_everything
 from sparse_eval.lm.texts import TextSide, cut
@@ -112,7 +111,7 @@ def samples_of(
         try:
             asks = tuple(ask_of(instance, config, side, max_length) for instance in instances)
         except ValueError as error:
-            raise SharedFailure(f"lm-eval task {name}, document {doc_id}: {error}") from None
+            raise ValueError(f"lm-eval task {name}, document {doc_id}: {error}") from None
         samples.append(Sample(doc_id, asks, str(task.doc_to_target(instances[0].doc))))
     return samples
 

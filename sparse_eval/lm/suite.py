@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_eval.cli.failure import SharedFailure
 from sparse_eval.inputs.hub import endpoint, is_offline, is_reachable
 from sparse_eval.inputs.store import Unavailable
 
@@ -115,7 +114,7 @@ def load_suite(
         loaded = load_one(found, name)
         for task_name, task in loaded["tasks"].items():
             if task_name in tasks:
-                raise SharedFailure(f"task.tasks: {task_name} is named twice, also by {name}")
+                raise ValueError(f"task.tasks: {task_name} is named twice, also by {name}")
             refuse_unsupported(task_name, task)
             tasks[task_name] = task
         groups |= loaded.get("groups", {})
@@ -177,19 +176,19 @@ def failed(name: str, error: Exception) -> Exception:
     """The error as one line. Missing packages are no fault of the configuration."""
     line = " ".join(str(error).split()) or type(error).__name__
     text = f"lm-eval task {name} cannot be loaded: {type(error).__name__}: {line[:400]}"
-    return Unavailable(text) if isinstance(error, ImportError | OSError) else SharedFailure(text)
+    return Unavailable(text) if isinstance(error, ImportError | OSError) else ValueError(text)
 
 
 def refuse_unsupported(name: str, task: Any) -> None:
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
-        raise SharedFailure(
+        raise ValueError(
             f"lm-eval task {name} asks for loglikelihood_rolling, perplexity of whole documents "
             "with no prompt: a decode-time policy has no part in it; task=fidelity measures that"
         )
     if getattr(task, "MULTIMODAL", False):
-        raise SharedFailure(f"lm-eval task {name} is multimodal: only text is supported")
+        raise ValueError(f"lm-eval task {name} is multimodal: only text is supported")
     if getattr(task, "UNSAFE_CODE", False):
-        raise SharedFailure(f"lm-eval task {name} runs the model's code and is not supported")
+        raise ValueError(f"lm-eval task {name} runs the model's code and is not supported")
 
 
 def seed_generators(seed: int) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
+from sparse_eval.reporting.compare_latency import paired_timings, timing_cells, timing_lines
+from sparse_eval.reporting.grid import grid_of
+from sparse_eval.reporting.html_table import html_table
 from sparse_eval.reporting.paired import holm, least_p, paired
 from sparse_eval.reporting.summarise import distinct_labels, prompts_of, sparse_rows
-from sparse_eval.storage.columns import frame_of
+from sparse_eval.reporting.tables_live import TextTable
+from sparse_eval.storage.table import frame_of
 
 MUST_AGREE = ("schema", "dtype", "protocol", "model", "revision", "weights")
 """Runs that differ in one of these measured different things: their samples are no pairs."""
@@ -27,18 +30,23 @@ METRICS = {
 }
 """Task -> column -> whether more is better."""
 
+SAMPLE = ["task", "policy", "budget_tokens", "what", "prompt", "capture"]
+"""What one value of a metric belongs to."""
+
 IGNORED = ("provenance", "tracking", "verbose", "name", "cache_dir", "model_cache", "cache_gb")
 
 
 @dataclass(frozen=True)
 class Comparison:
     """config: (key, A, B) of keys that differ. results: one line per task, policy, budget and
-    metric: mean_a, mean_b, difference (B less A), low, high, p, p_holm, n, better."""
+    metric: mean_a, mean_b, difference (B less A), low, high, p, p_holm, n, better. timings: of
+    paired_timings."""
 
     config: list[tuple[str, str, str]]
     results: pd.DataFrame
     only_a: list[str]
     only_b: list[str]
+    timings: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
 def compare(
@@ -52,7 +60,9 @@ def compare(
     check_captures(samples_a, samples_b)
     keys = ["task", "policy", "budget_tokens", "what", "metric"]
     pairs = samples_a.merge(samples_b, on=[*keys, "prompt", "capture"], suffixes=("_a", "_b"))
-    cells_a, cells_b = cells_of(samples_a), cells_of(samples_b)
+    cells_a, cells_b = (
+        cells_of(s) + timing_cells(rows) for s, rows in ((samples_a, a), (samples_b, b))
+    )
     results = pd.DataFrame(
         [
             line_of(key, part)
@@ -67,6 +77,7 @@ def compare(
         results,
         [cell for cell in cells_a if cell not in cells_b],
         [cell for cell in cells_b if cell not in cells_a],
+        paired_timings(a, b),
     )
 
 
@@ -98,7 +109,11 @@ def check_captures(a: pd.DataFrame, b: pd.DataFrame) -> None:
 
 
 def per_sample(rows: pd.DataFrame) -> pd.DataFrame:
-    """One value per task, policy, budget, metric and prompt: means over layers, KV heads, seeds."""
+    """One value per task, policy, budget, metric and prompt: means over layers, KV heads, seeds.
+    Empty where only latency was measured, which has no prompts."""
+    if not rows["task"].isin(METRICS).any():
+        return pd.DataFrame(columns=[*SAMPLE, "metric", "value"])
+    rows = rows[rows["task"].isin(METRICS)]
     rows = rows.assign(prompt=prompts_of(rows), policy=distinct_labels(rows))
     rows["capture"] = rows.get("capture_hash", "")
     parts = []
@@ -117,12 +132,9 @@ def per_sample(rows: pd.DataFrame) -> pd.DataFrame:
         if task == "lm_eval":
             what = part["lm_task"] + ": " + part["metric"]
         part = part.assign(what=what)
-        keys = ["task", "policy", "budget_tokens", "what", "prompt", "capture"]
         for metric in metrics:
-            mean = part.groupby(keys, dropna=False, sort=False)[metric].mean()
+            mean = part.groupby(SAMPLE, dropna=False, sort=False)[metric].mean()
             parts.append(mean.rename("value").reset_index().assign(metric=metric))
-    if not parts:
-        raise ValueError(f"expected rows of {', '.join(METRICS)}, got none")
     return pd.concat(parts, ignore_index=True)
 
 
@@ -227,22 +239,34 @@ NOTE = (
 )
 
 
+def config_table(found: Comparison) -> TextTable:
+    head = ["key", "A", "B"]
+    return TextTable(head, [list(line) for line in found.config], "", tuple(head))
+
+
+def tables_of(found: Comparison) -> dict[str, TextTable]:
+    """What both runs measured, by title."""
+    tables = {}
+    if len(found.results):
+        left = ("task", "policy", "budget", "metric", "")
+        tables["Results"] = TextTable(list(HEAD), lines(found), NOTE, left)
+    if len(found.timings):
+        tables["Timings"] = timing_lines(found.timings)
+    return tables
+
+
 def print_comparison(found: Comparison, console: Console) -> None:
-    config = Table(title="What differs in the config", title_justify="left")
-    for column in ("key", "A", "B"):
-        config.add_column(column, overflow="fold")
-    for difference in found.config:
-        config.add_row(*difference)
-    console.print(config if found.config else "The configs are the same.")
-    table = Table(title="Results", caption=NOTE, title_justify="left", caption_justify="left")
-    for column in HEAD:
-        table.add_column(column, overflow="fold")
-    for line in lines(found):
-        table.add_row(*line)
-    console.print(table if len(found.results) else NOTHING_SHARED)
+    if found.config:
+        console.print(grid_of(config_table(found), "What differs in the config"))
+    else:
+        console.print("The configs are the same.")
+    for title, table in tables_of(found).items():
+        console.print(grid_of(table, title))
+    if not tables_of(found):
+        console.print(NOTHING_SHARED)
     for name, only in (("A", found.only_a), ("B", found.only_b)):
         if only:
-            console.print(f"in {name} alone: {', '.join(only)}")
+            console.print(f"in {name} alone: {'; '.join(only)}")
 
 
 def comparison_section(found: Comparison, names: Sequence[str]) -> str:
@@ -250,23 +274,12 @@ def comparison_section(found: Comparison, names: Sequence[str]) -> str:
     parts = [
         f'<section id="comparison"><div class="head"><h2>A against B</h2></div><p>A: '
         f"{html.escape(names[0])}<br>B: {html.escape(names[1])}</p>",
-        html_table(("key", "A", "B"), found.config) if found.config else "<p>Same config.</p>",
-        html_table(HEAD, lines(found)) if len(found.results) else f"<p>{NOTHING_SHARED}</p>",
-        f'<p class="hint">{html.escape(NOTE)}</p>',
+        html_table(config_table(found)) if found.config else "<p>Same config.</p>",
+        *map(html_table, tables_of(found).values()),
     ]
+    if not tables_of(found):
+        parts.append(f"<p>{NOTHING_SHARED}</p>")
     for name, only in (("A", found.only_a), ("B", found.only_b)):
         if only:
-            parts.append(f"<p>In {name} alone: {html.escape(', '.join(only))}</p>")
+            parts.append(f"<p>In {name} alone: {html.escape('; '.join(only))}</p>")
     return "\n".join([*parts, "</section>"])
-
-
-def html_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
-        for line in body
-    )
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )

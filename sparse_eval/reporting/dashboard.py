@@ -145,7 +145,8 @@ def setting_facts(rows: pd.DataFrame) -> list[str]:
         facts.append("page " + ", ".join(f"{s:.0f}" for s in sizes) + " tokens")
     if first.get("dense_layers") is not None:
         dense = ", ".join(map(str, first["dense_layers"])) or "none"
-        facts.append(f"dense layers {dense}")
+        is_all = "dense_layer" in rows and rows["dense_layer"].all()
+        facts.append(f"dense layers {dense}" + (", all: nothing is left out" if is_all else ""))
     machine = [str(first[name]) for name in ("device", "dtype", "backend") if has(first, name)]
     return facts + ([", ".join(machine)] if machine else [])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +13,7 @@ import pandas as pd
 from sparse_eval.needle.kinds import KINDS
 from sparse_eval.needle.score import OUTCOMES
 from sparse_eval.reporting.dashboard import picture, run_facts
+from sparse_eval.reporting.html_table import html_table
 from sparse_eval.reporting.summarise_fidelity import split_fidelity, summarise_fidelity
 from sparse_eval.reporting.summarise_latency import latency_table, split_latency
 from sparse_eval.reporting.summarise_lm_eval import gate_table as lm_gate_table
@@ -25,8 +25,8 @@ from sparse_eval.reporting.summarise_needle import (
     split_needle,
     summarise_needle,
 )
+from sparse_eval.reporting.tables_latency import timings_table
 from sparse_eval.reporting.tables_live import (
-    TextTable,
     answers_table,
     comparison_table,
     fidelity_table,
@@ -58,10 +58,7 @@ def live_page(
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
 img-src data:">
-<title>{title}: {named}</title><style>{style}
-.left {{ text-align: left; }} .right {{ text-align: right; }}
-figure {{ margin: 8px 0; }} figure img {{ max-width: 100%; }} p.hint {{ margin: 6px 0 14px; }}
-</style></head><body>
+<title>{title}: {named}</title><style>{style}</style></head><body>
 <header><p class="eyebrow">sparse_eval · {named}</p><h1>{title}</h1></header>
 <main>
 {"".join(sections)}
@@ -76,24 +73,6 @@ def section(title: str, *parts: str) -> str:
     return f'<section><div class="head"><h2>{html.escape(title)}</h2></div>{body}</section>\n'
 
 
-def table_of(table: TextTable) -> str:
-    """A table with what its columns mean below."""
-    left = {0, *(table.head.index(name) for name in table.left)}
-
-    def cells(tag: str, line: Sequence[str]) -> str:
-        sides = ["left" if i in left else "right" for i in range(len(line))]
-        return "".join(
-            f'<{tag} class="{side}">{html.escape(text)}</{tag}>'
-            for side, text in zip(sides, line, strict=True)
-        )
-
-    body = "".join(f"<tr>{cells('td', line)}</tr>" for line in table.lines)
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{cells("th", table.head)}</tr></thead>'
-        f'<tbody>{body}</tbody></table></div><p class="hint">{html.escape(table.note)}</p>'
-    )
-
-
 def needle_sections(rows: pd.DataFrame) -> list[str]:
     sections = []
     for name, part in split_needle(rows).items():
@@ -104,10 +83,10 @@ def needle_sections(rows: pd.DataFrame) -> list[str]:
         grid = summarise_needle(part).groupby(["needle_kind", "context"], sort=False)
         for (kind, context), table in grid:
             title = f"Needle {KINDS[str(kind)].label}, {context:,} tokens of {first['prompts']}"
-            tables = table_of(answers_table(table)), table_of(comparison_table(table))
+            tables = html_table(answers_table(table)), html_table(comparison_table(table))
             sections.append(section(f"{title}, {where}", *tables))
         floor = f"<p>{html.escape(floor_line(noise_floor(part)))}</p>"
-        gate = table_of(gate_lines(gate_table(part)))
+        gate = html_table(gate_lines(gate_table(part)))
         sections.append(section(f"Dense gate and noise floor, {where}", gate, floor))
     return [*sections, section("What the outcomes mean", outcome_list())]
 
@@ -123,7 +102,7 @@ def fidelity_sections(rows: pd.DataFrame) -> list[str]:
     return [
         section(
             "Fidelity" + (f", {name}" if name else ""),
-            table_of(fidelity_table(summarise_fidelity(part))),
+            html_table(fidelity_table(summarise_fidelity(part))),
         )
         for name, part in split_fidelity(rows).items()
     ]
@@ -137,29 +116,16 @@ def lm_eval_sections(rows: pd.DataFrame) -> list[str]:
         title = f"lm-eval, {where}" + (f", {name}" if name else "")
         floor = f"<p>{html.escape(lm_floor_line(lm_noise_floor(part)))}</p>"
         sections += [
-            section(title, table_of(scores_table(tasks))),
-            section("Mean of the ranked tasks", table_of(mean_table(summarise_lm_eval(part)))),
-            section("Task by task against dense", table_of(tasks_table(tasks))),
-            section("Dense gate and noise floor", table_of(lm_gate_lines(gate)), floor),
+            section(title, html_table(scores_table(tasks))),
+            section("Mean of the ranked tasks", html_table(mean_table(summarise_lm_eval(part)))),
+            section("Task by task against dense", html_table(tasks_table(tasks))),
+            section("Dense gate and noise floor", html_table(lm_gate_lines(gate)), floor),
         ]
     return sections
 
 
 def latency_sections(rows: pd.DataFrame) -> list[str]:
     return [
-        section(f"Latency, {name}", table_of(as_text(latency_table(part))))
+        section(f"Latency, {name}", html_table(timings_table(latency_table(part))))
         for name, part in split_latency(rows[rows["task"] == "latency"]).items()
     ]
-
-
-def as_text(table: pd.DataFrame) -> TextTable:
-    """A table of texts and numbers: four significant digits, n/a for what was not measured."""
-    lines = [[short(value) for value in line] for line in table.itertuples(index=False, name=None)]
-    texts = [name for name in table.columns if not pd.api.types.is_numeric_dtype(table[name])]
-    return TextTable([str(name) for name in table.columns], lines, "", tuple(map(str, texts)))
-
-
-def short(value: Any) -> str:
-    if isinstance(value, float):
-        return "n/a" if math.isnan(value) else f"{value:.4g}"
-    return str(value)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sparse_eval.cli.config import Settings
 from sparse_eval.core import Row
-from sparse_eval.reporting.show_needle import grid_of
+from sparse_eval.reporting.grid import grid_of
 from sparse_eval.reporting.summarise_fidelity import split_fidelity, summarise_fidelity
 from sparse_eval.reporting.tables_live import fidelity_table
 from sparse_eval.storage.columns import names

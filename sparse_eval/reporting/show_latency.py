@@ -7,13 +7,14 @@ from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
 from sparse_eval.cli.config import Settings
 from sparse_eval.core import Row
 from sparse_eval.latency.config import latency_config
 from sparse_eval.models import model_info
+from sparse_eval.reporting.grid import grid_of
 from sparse_eval.reporting.summarise_latency import latency_table, split_latency
+from sparse_eval.reporting.tables_latency import timings_table
 
 
 def announce(settings: Settings) -> list[str]:
@@ -48,36 +49,4 @@ def samples(rows: list[Row]) -> list[dict[str, Any]]:
 def print_results(rows: list[Row], settings: Settings, console: Console) -> None:
     for name, part in split_latency(pd.DataFrame(rows)).items():
         console.print()
-        console.print(grid_of(latency_table(part), name))
-
-
-def grid_of(table: pd.DataFrame, name: str) -> Table:
-    grid = Table(
-        title=f"Decode attention, {name}",
-        caption="µs: median (10th to 90th percentile); TB/s: the fewest bytes the work must move, "
-        "over its time; in brackets the share of the ceiling measured in this run, * where the "
-        "data fit in the L2; speed-up over the fastest SDPA, and over the fastest dense of all",
-        title_justify="left",
-        caption_justify="left",
-    )
-    for column in ("batch", "context", "what", "mode", "µs", "TB/s", "vs SDPA", "vs best"):
-        grid.add_column(column, justify="left" if column in ("what", "mode") else "right")
-    for line in table.to_dict("records"):
-        rate, share = line.get("terabytes_per_s"), line.get("ceiling_fraction")
-        grid.add_row(
-            str(line["batch"]),
-            f"{line['context']:,}",
-            line.get("baseline") or line["what"],
-            "graph" if line["graph"] else "eager",
-            f"{line['median_us']:,.1f} ({line['p10_us']:,.1f} to {line['p90_us']:,.1f})",
-            ""
-            if not rate or pd.isna(rate)
-            else f"{rate:.2f} ({share:.0%})" + ("*" if line["l2_resident"] else ""),
-            times(line.get("speedup_vs_sdpa")),
-            times(line.get("speedup_vs_best")),
-        )
-    return grid
-
-
-def times(value: Any) -> str:
-    return "" if value is None or pd.isna(value) else f"{value:.2f}×"
+        console.print(grid_of(timings_table(latency_table(part)), f"Decode attention, {name}"))

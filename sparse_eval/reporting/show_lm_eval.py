@@ -10,7 +10,8 @@ from rich.console import Console
 from sparse_eval.cli.config import Settings
 from sparse_eval.core import Row
 from sparse_eval.lm.config import lm_config
-from sparse_eval.reporting.show_needle import grid_of, records
+from sparse_eval.reporting.grid import grid_of
+from sparse_eval.reporting.show_needle import records
 from sparse_eval.reporting.summarise_lm_eval import (
     gate_table,
     noise_floor,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
 from sparse_eval.cli.config import Settings
 from sparse_eval.core import Row
 from sparse_eval.needle.config import needle_config
 from sparse_eval.needle.gate import can_pass
 from sparse_eval.needle.kinds import KINDS
+from sparse_eval.reporting.grid import grid_of
 from sparse_eval.reporting.summarise_needle import (
     gate_table,
     noise_floor,
@@ -21,7 +21,6 @@ from sparse_eval.reporting.summarise_needle import (
     summarise_needle,
 )
 from sparse_eval.reporting.tables_live import (
-    TextTable,
     answers_table,
     comparison_table,
     floor_line,
@@ -112,13 +111,3 @@ def print_gate(part: pd.DataFrame, console: Console) -> None:
         for kind, n, depth, found, *_ in gate_lines(refused).lines
     ]
     console.print(f"[yellow]not ranked, dense gate not passed:[/yellow] {'; '.join(places)}")
-
-
-def grid_of(table: TextTable, title: str | None = None) -> Table:
-    grid = Table(title=title, caption=table.note, title_justify="left", caption_justify="left")
-    for name in table.head:
-        is_left = name == table.head[0] or name in table.left
-        grid.add_column(name, justify="left" if is_left else "right")
-    for line in table.lines:
-        grid.add_row(*line)
-    return grid

@@ -50,10 +50,12 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
     found beyond the forced pages."""
     table = summarise_recall(pd.DataFrame(rows))
     dense = ", ".join(map(str, settings.dense_layers)) or "none"
+    is_all_dense = all(row["dense_layer"] for row in rows)
+    counted = "all dense" if is_all_dense else f"dense, not counted: {dense}"
     grid = Table(
         title=f"Attention-mass recall, {model_info(settings.model).title}, "
         f"{settings.context:,} tokens of {settings.prompts['source']}, page {rows[0]['page_size']}",
-        caption=f"mean over layers (dense, not counted: {dense}), KV heads, queries and "
+        caption=f"mean over layers ({counted}), KV heads, queries and "
         f"n = {settings.prompts['n']} prompts; in brackets: the share found of the mass that "
         "the forced pages (sinks, local) do not hold",
         title_justify="left",
@@ -70,3 +72,8 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
         grid.add_row(named.label, *shown)
     console.print()
     console.print(grid)
+    if is_all_dense:
+        console.print(
+            f"every layer is dense (dense_layers={list(settings.dense_layers)}): nothing is left "
+            "out, so recall is 1 whatever the policy"
+        )

@@ -12,7 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from sparse_eval.storage.columns import fields_of, frame_of, names
+from sparse_eval.storage.columns import names
+from sparse_eval.storage.table import fields_of, frame_of
 
 SETTING = names("model revision weights prompts context protocol dense_layers dtype device backend")
 """Rows that differ in one of these answer different questions: never averaged or compared."""

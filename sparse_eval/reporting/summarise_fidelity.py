@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from sparse_eval.reporting.summarise import SETTING, distinct_labels
-from sparse_eval.storage.columns import frame_of, names
+from sparse_eval.storage.columns import names
+from sparse_eval.storage.table import frame_of
 
 CELL = ["policy", "budget_tokens"]
 AVERAGED = names(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 SETTING = ("model", "device", "dtype", "page_size", "budget_tokens", "lists")
+WORK = ("what", "baseline", "batch", "context", "graph")
 TABLE = (
     "batch",
     "context",
@@ -25,13 +26,24 @@ TABLE = (
 
 
 def split_latency(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Latency rows by what must be equal in one picture: a name for each setting."""
-    parts = {}
+    """Latency rows by what must be equal in one picture: a name for each setting, and each run
+    where runs timed the same."""
+    parts: dict[str, pd.DataFrame] = {}
     for key, part in rows.groupby(list(SETTING), sort=False, dropna=False):
         model, device, dtype, page_size, budget, lists = key
         name = f"{model} shapes, {device}, {dtype}, page {page_size:.0f}, budget {budget:,.0f}"
-        parts[name if lists == "scattered" else f"{name}, lists of {lists}"] = part
+        name = name if lists == "scattered" else f"{name}, lists of {lists}"
+        parts |= split_runs(name, part)
     return parts
+
+
+def split_runs(name: str, part: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """One setting's rows; by run where several runs timed the same work."""
+    work = [column for column in WORK if column in part]
+    if "run" not in part or not part.duplicated(work).any():
+        return {name: part}
+    runs = part.groupby("run", sort=False, dropna=False)
+    return {f"{name}, run {run}": own for run, own in runs}
 
 
 def latency_table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -12,7 +12,8 @@ from typing import Any
 import pandas as pd
 
 from sparse_eval.reporting.summarise import distinct_labels
-from sparse_eval.storage.columns import frame_of, names
+from sparse_eval.storage.columns import names
+from sparse_eval.storage.table import frame_of
 
 SETTING = names(
     "model revision weights context protocol chat dense_layers dtype device backend seed"

@@ -16,7 +16,8 @@ from sparse_eval.needle.score import OUTCOMES
 from sparse_eval.reporting.needle_pairs import Arm, comparison, rank_of
 from sparse_eval.reporting.proportions import wilson, wilson_lower
 from sparse_eval.reporting.summarise import distinct_labels
-from sparse_eval.storage.columns import frame_of, names
+from sparse_eval.storage.columns import names
+from sparse_eval.storage.table import frame_of
 
 SETTING = names("model revision weights prompts protocol chat dense_layers dtype device backend")
 """Rows that differ in one of these answer different questions: never pooled."""

@@ -1,18 +1,6 @@
-"""The columns of rows: their order, their types, and rows as one typed table."""
+"""The columns of rows: their order, their types, and what makes two rows the same measurement."""
 
 from __future__ import annotations
-
-import json
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import pandas as pd
-
-from sparse_eval.storage.files import to_json
-
-if TYPE_CHECKING:
-    from sparse_eval.core import Row
 
 SCHEMA = 1
 """Version of the rows' meaning; rows of different versions are never pooled."""
@@ -57,7 +45,7 @@ LM_EVAL_COLUMNS = names(
 LATENCY_COLUMNS = names(
     "what batch num_heads num_kv_heads head_dim graph l2_resident median_us p10_us p90_us bytes"
     " terabytes_per_s ceiling_fraction baseline speedup_vs_sdpa speedup_vs_best"
-    " model_speedup_bound tokens_per_second buffers lists"
+    " model_speedup_bound tokens_per_second buffers lists run"
 )
 ALL_COLUMNS = tuple(
     dict.fromkeys(
@@ -75,7 +63,7 @@ TEXT = frozenset(
         "task sample prompt_hash prompts model revision weights policy policy_config protocol"
         " backend device dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
         " loglikelihood_mode what baseline role chat kv_form expected output needle"
-        " dense_output lists verdict gate_on scores"
+        " dense_output lists verdict gate_on scores run"
     )
 )
 INTEGER = frozenset(
@@ -92,61 +80,7 @@ NUMBER = frozenset(ALL_COLUMNS) - TEXT - INTEGER - FLAG - LIST
 
 CELL_IDENTITY = names(
     "cell_key layer kv_head needle_kind depth lm_task metric what batch graph l2_resident baseline"
+    " run"
 )
-"""Two rows that agree in all of these are the same measurement, whatever folder they lie in."""
-
-
-def frame_of(rows: Iterable[Row] | pd.DataFrame) -> pd.DataFrame:
-    """Rows as a table: contract order, one type a column, each measurement once (the last wins).
-
-    Text columns hold text or None, list columns tuples, policy_config JSON text; columns that the
-    contract does not name follow at the end as they are."""
-    frame = rows.copy() if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
-    known = [name for name in ALL_COLUMNS if name in frame]
-    frame = frame[known + [name for name in frame if name not in known]]
-    for name in known:
-        frame[name] = typed(frame[name])
-    return once(frame)
-
-
-def typed(column: pd.Series) -> pd.Series:
-    if column.name in TEXT and pd.api.types.infer_dtype(column, skipna=False) == "string":
-        return column.astype(object)
-    if column.name in TEXT:
-        return pd.Series([text_of(x) for x in column], column.index, dtype=object)
-    if column.name in LIST:
-        return pd.Series([tuple(x) if is_list(x) else None for x in column], column.index, object)
-    if column.name in FLAG and not column.isna().any():
-        return column.astype(bool)
-    if column.name in INTEGER and not column.isna().any():
-        return column.astype("int64")
-    if column.name in INTEGER | NUMBER | FLAG:
-        return column.astype("float64")
-    return column
-
-
-def text_of(value: Any) -> str | None:
-    if isinstance(value, dict | list | tuple):
-        return to_json(value)
-    if value is None or value is pd.NA or (isinstance(value, float) and np.isnan(value)):
-        return None
-    return str(value)
-
-
-def is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple | np.ndarray)
-
-
-def once(frame: pd.DataFrame) -> pd.DataFrame:
-    """Drops all but the last of rows that are the same measurement; rows without a key stay."""
-    if "cell_key" not in frame:
-        return frame.reset_index(drop=True)
-    identity = [name for name in CELL_IDENTITY if name in frame]
-    repeated = frame.duplicated(identity, keep="last") & frame["cell_key"].notna()
-    return frame[~repeated].reset_index(drop=True)
-
-
-def fields_of(policy_config: str | None) -> dict[str, Any]:
-    """A policy's fields from its column; {} where there are none."""
-    fields = json.loads(policy_config) if policy_config else {}
-    return fields if isinstance(fields, dict) else {}
+"""Two rows that agree in all of these are the same measurement, whatever folder they lie in. run:
+timings belong to the session that took them; results.load says which, other rows have none."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from sparse_eval.core import Row
 from sparse_eval.fidelity import NextTokens, compare, nll_of
 from sparse_eval.prefill import Prefilled, cache_keyword, feed
-from sparse_eval.prompts import Prompt, leading_bos, make_prompts
-from sparse_eval.results import CellStore
+from sparse_eval.prompts import Prompt, leading_bos
+from sparse_eval.storage.cells import CellStore
 from sparse_eval.tasks.live_task import Arm, LiveTask, Work, arms_of, read_columns
 
 
@@ -27,33 +27,14 @@ from sparse_eval.tasks.live_task import Arm, LiveTask, Work, arms_of, read_colum
 class Fidelity(LiveTask):
     """One run of teacher-forced fidelity."""
 
-    @cached_property
-    def prompts(self) -> list[Prompt]:
-        s = self.settings
-        what = f"cutting prompts of {s.context} tokens from {s.prompts['source']}"
-        with self.progress.stage(what):
-            return self._cut(self.tokenizer)
-
-    def _cut(self, tokenizer: Any) -> list[Prompt]:
-        s = self.settings
-        return make_prompts(
-            s.prompts,
-            tokenizer,
-            context=s.context,
-            extra=s.task["steps"],
-            seed=s.seed,
-            loaded=self.loaded if s.prompts["source"] == "transcripts" else None,
-            model_cache=s.model_cache,
-            cache_dir=s.cache_dir,
-        )
-
     def work(self, store: CellStore) -> Work:
         s, arms = self.settings, arms_of(self.settings)
         n, known, missing = s.prompts["n"], 0, s.prompts["n"]
-        if self.here is not None and s.prompts["source"] not in ("dataset", "transcripts"):
+        prompts = self.local_prompts()
+        if prompts is not None:
             found = [
                 sum(store.has(Measurement(self, prompt).key(arm)) for arm in arms)
-                for prompt in self._cut(self.here)
+                for prompt in prompts
             ]
             known, missing = sum(found), sum(count < len(arms) for count in found)
         steps = (len(arms) * n - known) * s.task["steps"]

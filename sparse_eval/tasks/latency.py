@@ -26,7 +26,8 @@ from sparse_eval.latency.config import LatencyConfig, latency_config
 from sparse_eval.models import model_info
 from sparse_eval.policies.quest import Quest
 from sparse_eval.provenance import code_hash, version_of
-from sparse_eval.results import SCHEMA, CellStore, cell_key
+from sparse_eval.storage.cells import CellStore, cell_key
+from sparse_eval.storage.columns import SCHEMA
 
 NAN = float("nan")
 PARTS = ("dense", "metadata", "select", "attend", "step")

@@ -1,31 +1,29 @@
-"""What tasks with a policy in the loop share: the model, dense prefills, arms, keys, columns."""
+"""What tasks with a policy in the loop share: arms, the model under one, keys, columns."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sparse_eval.cli.config import NamedPolicy, Settings
-from sparse_eval.cli.progress import Progress
 from sparse_eval.core import Row
 from sparse_eval.device import peak_memory_bytes
-from sparse_eval.live import OnSelect, patched
-from sparse_eval.models import LoadedModel, local_tokenizer, model_info
+from sparse_eval.models import model_info
 from sparse_eval.policies.full import Full
-from sparse_eval.prefill import Prefilled, prefill
-from sparse_eval.prefill_store import load_prefill, save_prefill
 from sparse_eval.provenance import code_hash, version_of
-from sparse_eval.results import SCHEMA, CellStore, cell_key
-from sparse_eval.storage.keep import shared_model
-from sparse_eval.trace import Trace
+from sparse_eval.storage.cells import CellStore, cell_key
+from sparse_eval.storage.columns import SCHEMA
+from sparse_eval.tasks.prompted import NUMERIC_PACKAGES, PromptedTask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparse_eval.live import OnSelect
+    from sparse_eval.trace import Trace
 
 NAN = float("nan")
-NUMERIC_PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers")
 
 
 @dataclass(frozen=True)
@@ -70,26 +68,8 @@ class HasPromptQueries(Protocol):
 
 
 @dataclass
-class LiveTask(ABC):
-    """settings: the run's. The model is loaded only if some cell was never measured."""
-
-    settings: Settings
-    progress: Progress
-
-    @cached_property
-    def loaded(self) -> LoadedModel:
-        s = self.settings
-        with self.progress.stage(f"loading {model_info(s.model).title}"):
-            return shared_model(s)
-
-    @cached_property
-    def here(self) -> Any | None:
-        """The tokenizer, if it is here already."""
-        return local_tokenizer(self.settings.model, model_cache=self.settings.model_cache)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        return self.loaded.tokenizer if self.here is None else self.here
+class LiveTask(PromptedTask, ABC):
+    """A task that answers under each arm."""
 
     @abstractmethod
     def work(self, store: CellStore) -> Work:
@@ -98,28 +78,6 @@ class LiveTask(ABC):
     def facts(self) -> dict[str, Any]:
         """Further keys of summary.json."""
         return {}
-
-    def prefill(
-        self, ids: Tensor, what: str, key: str, *, is_one_of_many: bool = False
-    ) -> Prefilled:
-        """Of ids[:-1], dense; with cache_prefill=true kept on disk under its content's key."""
-        s, model = self.settings, self.loaded.model
-        path = s.cache_dir / "prefills" / f"{key}.safetensors"
-        if s.cache_prefill and path.is_file():
-            try:
-                return load_prefill(path, model, ids)
-            except ValueError as error:
-                self.progress.warn(f"{error}; prefilling again")
-        bar = self.progress.bar(f"prefill, {what}", len(ids) - 1, is_one_of_many=is_one_of_many)
-        with bar as tick:
-            num_queries = s.task["prompt_queries"]
-            filled = prefill(model, ids, num_prompt_queries=num_queries, on_tokens=tick)
-        if s.cache_prefill:
-            try:
-                save_prefill(filled, path)
-            except OSError as error:
-                self.progress.warn(f"prefill not kept on disk ({error}); the run goes on")
-        return filled
 
     def under(
         self,
@@ -130,6 +88,8 @@ class LiveTask(ABC):
         on_select: OnSelect | None = None,
     ) -> AbstractContextManager[Trace]:
         """The model with an arm's attention in place of its own."""
+        from sparse_eval.live import patched
+
         return patched(
             self.loaded.model,
             arm.policy,

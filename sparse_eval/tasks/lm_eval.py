@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from sparse_eval.core import Row
 from sparse_eval.lm.config import LmConfig, lm_config
 from sparse_eval.models import model_info
-from sparse_eval.results import CellStore
+from sparse_eval.storage.cells import CellStore
 from sparse_eval.tasks.live_task import Arm, LiveTask, Work, arms_of
+from sparse_eval.tasks.shared import shared
 
 if TYPE_CHECKING:
     from sparse_eval.lm.cell import Batch
@@ -82,7 +83,8 @@ class LmEval(LiveTask):
     @cached_property
     def parts(self) -> list[Part]:
         """Every task with its prompts. Needs the tokenizer, not the weights."""
-        with self.progress.stage(f"building the prompts of {', '.join(self.config.tasks)}"):
+        what = f"building the prompts of {', '.join(self.config.tasks)}"
+        with shared(), self.progress.stage(what):
             return list(self._parts())
 
     def _parts(self) -> Iterator[Part]:

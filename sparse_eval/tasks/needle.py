@@ -17,8 +17,9 @@ from sparse_eval.needle.kinds import KINDS
 from sparse_eval.needle.plant import plant
 from sparse_eval.needle.sentences import Spot
 from sparse_eval.needle.template import Template, make_template
-from sparse_eval.results import CellStore
+from sparse_eval.storage.cells import CellStore
 from sparse_eval.tasks.live_task import Arm, LiveTask, Work, arms_of
+from sparse_eval.tasks.shared import shared
 
 TYPICAL_TOKENS = {"digits": 6, "word": 2, "uuid": 36}
 """Of a value, to predict an answer's cost before anything is tokenised."""
@@ -37,14 +38,16 @@ class Needle(LiveTask):
 
     @cached_property
     def template(self) -> Template:
-        return make_template(self.tokenizer, self.config.chat)
+        with shared():
+            return make_template(self.tokenizer, self.config.chat)
 
     @cached_property
     def haystack(self) -> Haystack:
         s, config = self.settings, self.config
         num_chars = CHARS_PER_TOKEN * max(config.contexts) * config.n
-        text = haystack_text(s.prompts, s.model_cache, num_chars)
-        return Haystack(text.text, text.source, max(config.n, config.gate.n))
+        with shared():
+            text = haystack_text(s.prompts, s.model_cache, num_chars)
+            return Haystack(text.text, text.source, max(config.n, config.gate.n))
 
     def at(self, context: int) -> Settings:
         """The settings at one prompt length: fractions of it become tokens."""
@@ -106,7 +109,8 @@ class Needle(LiveTask):
 
     def _measurement(self, spot: Spot) -> Measurement:
         num = self.config.distractors if spot.kind.has_distractors else 0
-        planted = plant(spot, self.haystack, self.tokenizer, self.template, num_distractors=num)
+        with shared():
+            planted = plant(spot, self.haystack, self.tokenizer, self.template, num_distractors=num)
         return Measurement(self, self.config, self.template.is_plain, planted)
 
     def _gate(self, spot: Spot, store: CellStore) -> Generator[list[Row], None, Gate]:

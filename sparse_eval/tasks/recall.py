@@ -6,73 +6,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 
 from sparse_eval.cache import make_room, making, touch
 from sparse_eval.capture import CapturedKV, load_capture
-from sparse_eval.cli.config import NamedPolicy, Settings
-from sparse_eval.cli.progress import Progress
+from sparse_eval.cli.config import NamedPolicy
 from sparse_eval.core import Row
 from sparse_eval.evaluator import Evaluator, common_columns
-from sparse_eval.models import LoadedModel, local_tokenizer, model_info
-from sparse_eval.prompts import Prompt, make_prompts
+from sparse_eval.models import model_info
+from sparse_eval.prompts import Prompt
 from sparse_eval.provenance import code_hash, version_of
-from sparse_eval.results import SCHEMA, CellStore, cell_key
-from sparse_eval.storage.keep import shared_capture, shared_model
-
-if TYPE_CHECKING:
-    from sparse_eval.prefill import Prefilled
-
-NUMERIC_PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers")
+from sparse_eval.storage.cells import CellStore, cell_key
+from sparse_eval.storage.columns import SCHEMA
+from sparse_eval.storage.keep import shared_capture
+from sparse_eval.tasks.prompted import NUMERIC_PACKAGES, PromptedTask
+from sparse_eval.tasks.shared import shared
 
 
 @dataclass
-class Recall:
+class Recall(PromptedTask):
     """One run's recall measurement. The model is loaded only if something must be captured."""
-
-    settings: Settings
-    progress: Progress
-
-    @cached_property
-    def loaded(self) -> LoadedModel:
-        s = self.settings
-        with self.progress.stage(f"loading {model_info(s.model).title}"):
-            return shared_model(s)
-
-    @cached_property
-    def prompts(self) -> list[Prompt]:
-        s = self.settings
-        local = None if s.prompts["source"] == "transcripts" else self.local_tokenizer()
-        tokenizer = self.loaded.tokenizer if local is None else local
-        with self.progress.stage(
-            f"cutting prompts of {s.context} tokens from {s.prompts['source']}"
-        ):
-            return self._cut(tokenizer)
-
-    def local_tokenizer(self) -> Any | None:
-        s = self.settings
-        return local_tokenizer(s.model, model_cache=s.model_cache)
-
-    def local_prompts(self) -> list[Prompt] | None:
-        """The prompts, if they can be cut without fetching or running a model."""
-        needs_model = self.settings.prompts["source"] in ("transcripts", "dataset")
-        tokenizer = None if needs_model else self.local_tokenizer()
-        return None if tokenizer is None else self._cut(tokenizer)
-
-    def _cut(self, tokenizer: Any) -> list[Prompt]:
-        s = self.settings
-        return make_prompts(
-            s.prompts,
-            tokenizer,
-            context=s.context,
-            extra=s.task["steps"],
-            seed=s.seed,
-            loaded=self.loaded if s.prompts["source"] == "transcripts" else None,
-            model_cache=s.model_cache,
-            cache_dir=s.cache_dir,
-        )
 
     def capture_parts(self, prompt: Prompt) -> dict[str, Any]:
         """Everything a capture's content depends on."""
@@ -101,7 +56,7 @@ class Recall:
         key, path = cell_key(self.capture_parts(prompt)), self.capture_path(prompt)
 
         def make() -> CapturedKV:
-            with making(path, f"capturing prompt {prompt.sample}"):
+            with shared(), making(path, f"capturing prompt {prompt.sample}"):
                 return self._from_disk(path) or self._keep(self._record(prompt, key), path)
 
         return shared_capture(key, self.settings.device, make)
@@ -129,7 +84,7 @@ class Recall:
         from sparse_eval.record import record
 
         s, info, model = self.settings, self.loaded.info, self.loaded.model
-        filled = self._prefill(prompt)
+        filled = self.prefill(prompt.ids, f"prompt {prompt.sample}", key)
         meta = {
             "capture_hash": key,
             "model": info.label,
@@ -148,28 +103,6 @@ class Recall:
                 continuation=prompt.continuation if s.queries == "text" else None,
                 on_step=lambda: tick(1),
             )
-
-    def _prefill(self, prompt: Prompt) -> Prefilled:
-        """The prompt's prefill; kept on disk and read from there with cache_prefill=true."""
-        from sparse_eval.prefill import prefill
-        from sparse_eval.prefill_store import load_prefill, save_prefill
-
-        s, model = self.settings, self.loaded.model
-        path = s.cache_dir / "prefills" / f"{cell_key(self.capture_parts(prompt))}.safetensors"
-        if s.cache_prefill and path.is_file():
-            try:
-                return load_prefill(path, model, prompt.ids)
-            except ValueError as error:
-                self.progress.warn(f"{error}; prefilling again")
-        with self.progress.bar(f"prefill, prompt {prompt.sample}", len(prompt.ids) - 1) as tick:
-            options = {"num_prompt_queries": s.task["prompt_queries"], "on_tokens": tick}
-            filled = prefill(model, prompt.ids, **options)
-        if s.cache_prefill:
-            try:
-                save_prefill(filled, path)
-            except OSError as error:
-                self.progress.warn(f"prefill not kept on disk ({error}); the run goes on")
-        return filled
 
     def key(self, prompt: Prompt, named: NamedPolicy, budget: int | None) -> str:
         s = self.settings

@@ -1,148 +1,25 @@
-"""A tracker that does nothing, and W&B: never a prompt, never a hang, never the end of a run."""
+"""One W&B run of one job: never a prompt, never a hang, never the end of the job."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import netrc
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
-from sparse_eval.reporting.summarise import split_settings, summarise_recall
-from sparse_eval.reporting.summarise_fidelity import split_fidelity, summarise_fidelity
-from sparse_eval.reporting.summarise_lm_eval import split_lm_eval, summarise_lm_eval, task_table
-from sparse_eval.reporting.summarise_needle import split_needle, summarise_needle
-from sparse_eval.storage.columns import frame_of
 from sparse_eval.storage.files import plain, to_json, write_atomic
+from sparse_eval.storage.table import frame_of
+from sparse_eval.tracking.curves import curve_tables
+from sparse_eval.tracking.wandb_service import abandon, has_key
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from sparse_eval.core import Row
-
-MODES = ("offline", "online", "disabled")
-CURVES = {
-    "recall": "mass",
-    "recall_se": "mass_se",
-    "contested": "contested",
-    "output_error": "output_error",
-    "tokens_read": "tokens_read",
-    "model_read_fraction": "model_read_fraction",
-    "model_bytes": "model_bytes",
-}
-"""Column of the summary -> last part of its W&B key, recall/<policy>/<part>."""
-
-NEEDLE_CURVES = {
-    "accuracy": "correct",
-    "low": "correct_low",
-    "high": "correct_high",
-    "answer_nll": "answer_nll",
-    "page_hit": "page_hit",
-    "tokens_read": "tokens_read",
-    "model_read_fraction": "model_read_fraction",
-}
-LM_MEAN_CURVES = {
-    "score": "score",
-    "difference": "difference",
-    "worst": "worst_difference",
-    "same_as_dense": "same_as_dense",
-    "model_read_fraction": "model_read_fraction",
-}
-LM_TASK_CURVES = {
-    "difference": "difference",
-    "identical_to_dense": "same_as_dense",
-    "model_read_fraction": "model_read_fraction",
-}
-FIDELITY_CURVES = {
-    "kl_mean": "kl_mean",
-    "kl_mean_se": "kl_mean_se",
-    "kl_p99": "kl_p99",
-    "top1_agreement": "top1_agreement",
-    "tokens_read": "tokens_read",
-    "model_read_fraction": "model_read_fraction",
-}
-
-
-class Tracker(Protocol):
-    """What a run tells while it goes on; failed: it ended with an error."""
-
-    def log_rows(self, rows: Iterable[Row] | pd.DataFrame) -> None: ...
-    def log_summary(self, summary: Mapping[str, Any]) -> None: ...
-    def log_plots(self, paths: Iterable[Path]) -> None: ...
-    def finish(self, *, failed: bool = False) -> None: ...
-
-
-class NoTracker:
-    """Everything stays in the run's folder."""
-
-    def log_rows(self, rows: Iterable[Row] | pd.DataFrame) -> None:
-        pass
-
-    def log_summary(self, summary: Mapping[str, Any]) -> None:
-        pass
-
-    def log_plots(self, paths: Iterable[Path]) -> None:
-        pass
-
-    def finish(self, *, failed: bool = False) -> None:
-        pass
-
-
-def make_tracker(
-    tracking: Mapping[str, Any],
-    *,
-    config: Mapping[str, Any],
-    folder: Path,
-    task: str,
-    say: Callable[[str], None] = print,
-    cache_dir: Path | None = None,
-) -> Tracker:
-    """The tracker that a file of conf/tracking/ asks for. config: the resolved config as plain
-    mappings and lists. cache_dir: where offline runs leave a note of what they hold, so that the
-    same run again adds nothing twice. Raises ValueError for names and modes that do not exist."""
-    check_tracking(tracking)
-    if tracking["name"] == "none":
-        return NoTracker()
-    return WandbTracker(
-        tracking, config=config, folder=Path(folder), task=task, say=say, cache_dir=cache_dir
-    )
-
-
-def track_sweep(
-    folder: Path, page: Path, words: Sequence[str], say: Callable[[str], None] = print
-) -> None:
-    """The sweep's own pictures and page as one more run of its W&B group, where its jobs are
-    tracked. words: the sweep's command line, by which the same sweep again is the same run."""
-    configs = [json.loads(path.read_text())["config"] for path in folder.glob("*/summary.json")]
-    tracking = next((c["tracking"] for c in configs if c["tracking"]["name"] == "wandb"), None)
-    if tracking is None:
-        return
-    config = {"sweep": list(words), "jobs": len(configs)}
-    options = dict(tracking) | {"group": tracking["group"] or folder.name}
-    tracker = make_tracker(options, config=config, folder=folder, task="report", say=say)
-    tracker.log_plots([*sorted((folder / "plots").glob("*.png")), page])
-    tracker.finish()
-
-
-def check_tracking(tracking: Mapping[str, Any]) -> None:
-    """Raises ValueError, with one line, for a tracker or a mode that does not exist."""
-    if tracking.get("name") not in ("none", "wandb"):
-        raise ValueError(f"tracking must be one of none, wandb, got {tracking.get('name')!r}")
-    if tracking["name"] == "none":
-        return
-    if tracking["mode"] not in MODES:
-        raise ValueError(
-            f"tracking.mode must be one of {', '.join(MODES)}, got {tracking['mode']!r}"
-        )
-    for key in ("init_timeout", "finish_timeout"):
-        if not isinstance(tracking[key], int | float) or tracking[key] <= 0:
-            raise ValueError(f"tracking.{key} must be seconds > 0, got {tracking[key]!r}")
 
 
 class WandbTracker:
@@ -245,8 +122,12 @@ class WandbTracker:
         """Whether an earlier offline run of this id holds the rows and still lies in its folder."""
         if not self.is_offline or self.note is None or not self.note.is_file():
             return False
-        told = json.loads(self.note.read_text())
-        if told["digest"] != digest or not Path(told["folder"]).is_dir():
+        try:
+            told = json.loads(self.note.read_text())
+            is_same = told["digest"] == digest and Path(told["folder"]).is_dir()
+        except (OSError, ValueError, KeyError, TypeError):  # damaged: as if it were not there
+            return False
+        if not is_same:
             return False
         self.say(f"W&B: these rows are already in {told['folder']}: not logged twice")
         return True
@@ -314,47 +195,6 @@ class WandbTracker:
         self.run = None
 
 
-def curve_tables(frame: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
-    """(policy, budget_tokens, task/value columns) of every task and setting, with the setting's
-    name for the keys: "" where there is one."""
-    tasks = set(frame["task"])
-    if "recall" in tasks:
-        for name, part in split_settings(frame).items():
-            yield named(summarise_recall(part), "recall", CURVES), in_brackets(name)
-    if "needle" in tasks:
-        for name, part in split_needle(frame).items():
-            cells = summarise_needle(part).groupby(["needle_kind", "context"], sort=False)
-            for (kind, context), table in cells:
-                setting = in_brackets(", ".join(filter(None, [f"{kind} {context:.0f}", name])))
-                yield named(table, "needle", NEEDLE_CURVES), setting
-    if "fidelity" in tasks:
-        for name, part in split_fidelity(frame).items():
-            yield named(summarise_fidelity(part), "fidelity", FIDELITY_CURVES), in_brackets(name)
-    if "lm_eval" in tasks:
-        for name, part in split_lm_eval(frame).items():
-            yield named(summarise_lm_eval(part), "lm_eval/mean", LM_MEAN_CURVES), in_brackets(name)
-            for task, table in task_table(part).groupby("lm_task", sort=False):
-                metric = {"value": str(table["metric"].iloc[0])}
-                curves = metric | LM_TASK_CURVES
-                yield named(table, f"lm_eval/{task}", curves), in_brackets(name)
-
-
-def named(table: pd.DataFrame, task: str, curves: Mapping[str, str]) -> pd.DataFrame:
-    columns = {old: f"{task}/{new}" for old, new in curves.items() if old in table}
-    return table[["policy", "budget_tokens", *columns]].rename(columns=columns)
-
-
-def in_brackets(name: str) -> str:
-    return f" [{name}]" if name else ""
-
-
-def abandon() -> None:
-    """Ends W&B's service and with it the half-started run, whose id would else stay taken."""
-    import wandb
-
-    wandb.teardown(exit_code=1)  # type: ignore[attr-defined]
-
-
 def run_id(config: Mapping[str, Any]) -> str:
     """The same config is the same W&B run, whenever and wherever it runs again."""
     text = json.dumps(plain(config), sort_keys=True)
@@ -368,25 +208,6 @@ def scalars(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from scalars(inner, f"{name}/{key}" if name else key)
     elif value is not None and not isinstance(value, list):
         yield name, value
-
-
-def has_key() -> bool:
-    """Whether W&B would find credentials by itself: environment or netrc. It must never ask."""
-    import wandb
-
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    base_url = wandb.setup().settings.base_url  # type: ignore[attr-defined]
-    hosts = {urlsplit(base_url).netloc, "api.wandb.ai"}
-    given = os.environ.get("NETRC")
-    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
-        try:
-            known = netrc.netrc(str(path))
-        except (OSError, netrc.NetrcParseError):
-            continue
-        if any(known.authenticators(host) for host in hosts):
-            return True
-    return False
 
 
 def first_line(error: BaseException) -> str:
