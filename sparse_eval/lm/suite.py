@@ -175,6 +175,8 @@ def is_missing_data(error: BaseException | None) -> bool:
 def failed(name: str, error: Exception) -> Exception:
     """The error as one line. Missing packages are no fault of the configuration."""
     line = " ".join(str(error).split()) or type(error).__name__
+    if type(error) is ValueError:  # said by the task itself
+        return ValueError(f"lm-eval task {name}: {line[:400]}")
     text = f"lm-eval task {name} cannot be loaded: {type(error).__name__}: {line[:400]}"
     return Unavailable(text) if isinstance(error, ImportError | OSError) else ValueError(text)
 

@@ -144,7 +144,8 @@ class LmEval(LiveTask):
                 self._warn_of(part)
                 gate = self._answers(part, part.gate, arms[:1], store, tick)
                 rows = self._answers(part, part.samples, arms, store, tick)
-                answered = Answered.of(part, arms, rows, gate, self.config, self.side)
+                with shared():  # lm-eval's own metrics, whatever the policy
+                    answered = Answered.of(part, arms, rows, gate, self.config, self.side)
                 if answered.gate.gated:
                     self.progress.warn(f"{part.name} is not ranked: {answered.gate.line}")
                 done.append(answered)
