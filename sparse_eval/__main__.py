@@ -24,6 +24,7 @@ python -m sparse_eval plan=true …            what would run and cost; loads no
 
 keys and defaults: conf/config.yaml; options: conf/<group>/; see also
 python -m sparse_eval.report PATH…      pictures and page from finished runs
+python -m sparse_eval.lm_cli …          lm-eval's own command line, --model sparse_eval
 python -m sparse_eval.fetch NAME       get a model or text before going offline
 python -m sparse_eval.check TARGET     the policy contract, on a policy of yours
 """

@@ -50,7 +50,8 @@ def patched(
     protocol: "decode" makes the last prompt token and all after it sparse; "question" the last
     question_tokens prompt tokens too. In a hand-written loop every one-token forward is sparse, and
     a longer forward is a prefill whose last token is sparse: prefill in chunks before entering.
-    prompt_queries: per layer [W - 1, H, D], where the prefill ran outside (Prefilled keeps them).
+    prompt_queries: per layer [W - 1, H, D], or [B, W - 1, H, D] where rows have their own, where
+    the prefill ran outside (Prefilled keeps them).
     on_select: called for each layer and sparse step, before attention.
     Sliding-window layers and dense_layers keep the model's own attention.
     Raises ValueError for what is not supported (nesting, beams, assisted decoding, cropped caches,
@@ -278,7 +279,8 @@ class Live:
         """The last prompt queries, the current one included: [B, W, H, D]."""
         before = self.tails.get(layer)
         if before is None and self.prompt_queries is not None:
-            before = self.prompt_queries[layer][None].expand(q_BHD.shape[0], -1, -1, -1)
+            given = self.prompt_queries[layer]
+            before = given if given.ndim == 4 else given.expand(q_BHD.shape[0], -1, -1, -1)
         return None if before is None else torch.cat([before, q_BHD[:, None]], 1)
 
     def _select(self, call: AttentionCall, state: State) -> Selection:

@@ -27,6 +27,7 @@ from sparse_eval.reporting.page_live import (
     fidelity_sections,
     latency_sections,
     live_page,
+    lm_eval_sections,
     needle_sections,
 )
 from sparse_eval.reporting.page_reading import is_reading, reading_section
@@ -35,14 +36,16 @@ from sparse_eval.reporting.plots_density import choosing_policies, density_heatm
 from sparse_eval.reporting.plots_fidelity import fidelity_curve
 from sparse_eval.reporting.plots_frontier import frontiers, lse_curve
 from sparse_eval.reporting.plots_latency import latency_pictures
+from sparse_eval.reporting.plots_lm_eval import lm_eval_pictures
 from sparse_eval.reporting.plots_needle import needle_pictures
 from sparse_eval.reporting.summarise import split_settings
 from sparse_eval.reporting.summarise_fidelity import split_fidelity
+from sparse_eval.reporting.summarise_lm_eval import split_lm_eval
 from sparse_eval.reporting.summarise_needle import split_needle
 from sparse_eval.results import load, row_sources, write_parquet
 from sparse_eval.storage.files import write_atomic
 
-LIVE_TASKS = {"needle", "fidelity", "latency"}
+LIVE_TASKS = {"needle", "fidelity", "lm_eval", "latency"}
 VECTOR = ("pdf", "svg")
 FORMATS = ("html", *VECTOR, "latex", "csv")
 PROVENANCE = '\n<section id="provenance">'
@@ -104,6 +107,7 @@ def page_of(rows: pd.DataFrame, runs: Sequence[Mapping[str, Any]], pictures: Seq
     tasks = set(live["task"])
     sections = needle_sections(live) if "needle" in tasks else []
     sections += fidelity_sections(live) if "fidelity" in tasks else []
+    sections += lm_eval_sections(live) if "lm_eval" in tasks else []
     sections += latency_sections(live) if "latency" in tasks else []
     shown = [path for path in pictures if not path.stem.startswith("recall")]
     figures = "".join(f"<figure>{picture(path)}</figure>" for path in shown)
@@ -129,6 +133,8 @@ def draw(rows: pd.DataFrame, folder: Path) -> list[Path]:
         pictures += needle_pictures(rows, part, folder, file_end(name))
     for name, part in split_fidelity(rows).items() if "fidelity" in tasks else ():
         pictures.append(fidelity_curve(part, folder / f"fidelity{file_end(name)}.png"))
+    for name, part in split_lm_eval(rows).items() if "lm_eval" in tasks else ():
+        pictures += lm_eval_pictures(part, folder, file_end(name))
     if "latency" in tasks:
         pictures += latency_pictures(rows[rows["task"] == "latency"], folder)
     return pictures + (draw_recall(rows, folder) if "recall" in tasks else [])

@@ -21,10 +21,12 @@ LIBRARIES = {
         "prefill_store",
         "attention",
         "live",
-        "lm_harness",
+        "stack",
+        "token_count",
     },
     "hydra": {"app", "compose", "pack", "settings", "__main__"},
     "wandb": {"wandb_run", "wandb_service"},
+    "lm_eval": {"suite", "requests", "scoring", "adapter", "lm_cli"},
 }
 
 

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from sparse_eval.cli.config import KEYS, unknown_key
 
 CONFIG_MODULE = "pkg://sparse_eval.conf"
-GROUPS = ("model", "policy", "prompts", "task", "protocol", "tracking", "experiment")
+GROUPS = ("model", "policy", "prompts", "task", "suite", "protocol", "tracking", "experiment")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sparse_eval.tracking.options import check_tracking
 if TYPE_CHECKING:
     from sparse_eval.policies.base import Policy
 
-TASKS = ("recall", "needle", "fidelity", "latency")
+TASKS = ("recall", "needle", "fidelity", "lm_eval", "latency")
 QUERIES = ("greedy", "text")
 SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
 KEYS = tuple(
@@ -24,6 +24,7 @@ KEYS = tuple(
         "policy",
         "prompts",
         "task",
+        "suite",
         "protocol",
         "tracking",
         "compare",

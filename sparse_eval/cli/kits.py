@@ -70,5 +70,6 @@ KITS = {
     "recall": kit("Recall", "recall", has_samples=False),
     "needle": kit("Needle", "needle"),
     "fidelity": kit("Fidelity", "fidelity"),
+    "lm_eval": kit("LmEval", "lm_eval"),
     "latency": kit("Latency", "latency", has_samples=False),
 }

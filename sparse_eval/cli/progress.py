@@ -69,8 +69,11 @@ class Progress:
             self.console.print(f"[dim]{what}: {seconds:.1f} s[/dim]")
 
     @contextmanager
-    def bar(self, what: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
-        """A bar on a terminal; one line with the time elsewhere. Yields tick(n)."""
+    def bar(
+        self, what: str, total: int, unit: str = "", *, is_one_of_many: bool = False
+    ) -> Iterator[Callable[[int], None]]:
+        """A bar on a terminal; one line with the time elsewhere, and for one of many that line only
+        in the log. Yields tick(n)."""
         started = time.perf_counter()
         outer = self._live is None
         if self._live is None:
@@ -98,7 +101,9 @@ class Progress:
                 self._live = None
         seconds = time.perf_counter() - started
         log.info("%s: %d %s in %.1f s", what, total, unit or "steps", seconds)
-        self.console.print(f"[dim]{what}: {total:,} {unit or 'tokens'} in {seconds:.1f} s[/dim]")
+        if not is_one_of_many or self.verbose:
+            told = f"{what}: {total:,} {unit or 'tokens'} in {seconds:.1f} s"
+            self.console.print(f"[dim]{told}[/dim]")
 
     def note(self, text: str) -> None:
         log.info("%s", text)

@@ -15,6 +15,7 @@ from sparse_eval.cli.config import NamedPolicy, Settings
 from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
 from sparse_eval.inputs.store import user_cache
 from sparse_eval.latency.config import check_latency
+from sparse_eval.lm.config import LmConfig, lm_config
 from sparse_eval.models import model_info
 from sparse_eval.needle.config import needle_config
 from sparse_eval.policies.base import Policy
@@ -28,6 +29,9 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     config.check_values(cfg)
     model = model_info(cfg["model"])
     context = config.integer(cfg, "context", 2)
+    suite = choice(overrides, "suite")
+    if suite is not None and cfg["task"]["name"] != "lm_eval":
+        raise ValueError(f"suite={suite} needs task=lm_eval, got task={cfg['task']['name']}")
     if cfg["task"]["name"] != "latency":
         config.integer(cfg["task"], "prompt_queries", 2, "task.")
     check_prompts(cfg["prompts"])
@@ -76,6 +80,10 @@ def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]
                 "prompts must be docs, kjv, file or dataset for task=needle, got 'transcripts'"
             )
         return [(tokens, needle.most_new_tokens) for tokens in needle.contexts]
+    if task["name"] == "lm_eval":
+        lm_eval = lm_config(task, cfg["protocol"], cfg["seed"])
+        check_names(lm_eval)
+        return [(context, 0)]
     if protocol != "decode":
         raise ValueError(
             f"protocol must be decode for task={task['name']}, which has no question of its own, "
@@ -86,6 +94,13 @@ def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]
     if task["name"] == "fidelity":
         config.check_fidelity(task, context)
     return [(context, config.integer(task, "steps", 1, "task."))]
+
+
+def check_names(lm_eval: LmConfig) -> None:
+    """Whether lm-eval knows every task; its own names take seconds to list."""
+    from sparse_eval.lm.suite import index_for
+
+    index_for(lm_eval.tasks, lm_eval.include_path)
 
 
 def policies_of(
@@ -107,6 +122,12 @@ def policies_of(
         policy = build_policy(name, chosen["policy"])
         named.append(NamedPolicy(word, policy))
     return tuple({n.label: n for n in named}.values())
+
+
+def choice(overrides: Sequence[str], group: str) -> str | None:
+    """The option of a group that the command line itself names."""
+    values = [word.partition("=")[2] for word in overrides if word.startswith(f"{group}=")]
+    return values[-1].strip("'\"") if values else None
 
 
 def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ MUST_AGREE = ("schema", "dtype", "protocol", "model", "revision", "weights")
 METRICS = {
     "recall": {"mass_recall": True, "output_error": False},
     "needle": {"correct": True, "answer_nll": False},
+    "lm_eval": {"value": True},
     "fidelity": {"kl_mean": False, "top1_agreement": True},
 }
 """Task -> column -> whether more is better."""
@@ -125,7 +126,11 @@ def per_sample(rows: pd.DataFrame) -> pd.DataFrame:
         if task == "needle":
             part = part[part["outcome"].notna() & (part["role"] != "gate")]
             part = part.assign(correct=(part["outcome"] == "correct").astype(float))
+        if task == "lm_eval":
+            part = part[part["role"] == "sample"]
         what = part["needle_kind"].fillna("") if "needle_kind" in part else ""
+        if task == "lm_eval":
+            what = part["lm_task"] + ": " + part["metric"]
         part = part.assign(what=what)
         for metric in metrics:
             mean = part.groupby(SAMPLE, dropna=False, sort=False)[metric].mean()

@@ -13,6 +13,7 @@ import pandas as pd
 from sparse_eval.reporting.summarise import split_settings, summarise_recall
 from sparse_eval.reporting.summarise_fidelity import split_fidelity, summarise_fidelity
 from sparse_eval.reporting.summarise_latency import latency_table, split_latency
+from sparse_eval.reporting.summarise_lm_eval import split_lm_eval, summarise_lm_eval, task_table
 from sparse_eval.reporting.summarise_needle import split_needle, summarise_needle
 from sparse_eval.reporting.tables_latency import mode_of, work_of
 from sparse_eval.reporting.tables_live import TextTable, lines_of
@@ -46,6 +47,27 @@ COLUMNS = {
         "model_read_fraction": "KV read (share)",
         "n": "$n$",
     },
+    "lm_eval": {
+        "policy": "Policy",
+        "budget_tokens": "Budget (tokens)",
+        "score": "Mean score",
+        "difference": "Less dense",
+        "worst_task": "Worst task",
+        "worst": "Less dense there",
+        "model_read_fraction": "KV read (share)",
+        "tasks": "Tasks",
+        "n": "$n$",
+    },
+    "lm_eval_tasks": {
+        "lm_task": "Task",
+        "policy": "Policy",
+        "budget_tokens": "Budget (tokens)",
+        "value": "Score",
+        "difference": "Less dense",
+        "p_holm": "$p$ (Holm)",
+        "model_read_fraction": "KV read (share)",
+        "n": "$n$",
+    },
     "latency": {
         "work": "Work",
         "batch": "Batch",
@@ -62,6 +84,8 @@ INTERVALS = {
     "recall": "$\\pm$: one standard error over the $n$ prompts.",
     "needle": "In brackets: Wilson's 95 \\% interval of the $n$ prompts.",
     "fidelity": "$\\pm$: one standard error over the $n$ prompts.",
+    "lm_eval": "Over tasks that passed the dense gate; $\\pm$: one standard error.",
+    "lm_eval_tasks": "Differences are paired by document; without $p$: not ranked.",
     "latency": "Median of the repeats; in brackets: their 10th to 90th percentile.",
 }
 
@@ -82,6 +106,11 @@ def tables(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     if "fidelity" in tasks:
         for name, part in split_fidelity(rows).items():
             yield "fidelity", name, summarise_fidelity(part)
+    if "lm_eval" in tasks:
+        for name, part in split_lm_eval(rows).items():
+            yield "lm_eval", name, summarise_lm_eval(part)
+            table = task_table(part)
+            yield "lm_eval_tasks", name, table.assign(value_se=table["stderr"])
     if "latency" in tasks:
         for name, part in split_latency(rows[rows["task"] == "latency"]).items():
             table = latency_table(part)
@@ -166,7 +195,7 @@ def latex_cell(key: str, line: dict[Any, Any]) -> str:
         return f"{value:,.1f} [{line['p10_us']:,.1f}, {line['p90_us']:,.1f}]"
     if key in ("terabytes_per_s", "ceiling_fraction", "speedup_vs_sdpa", "speedup_vs_best"):
         return f"{value:.2f}"
-    if key in ("budget_tokens", "n"):
+    if key in ("budget_tokens", "n", "tasks"):
         return f"{value:.0f}"
     if key == "tokens_read":
         return f"{value:.1f}"

@@ -16,6 +16,9 @@ from sparse_eval.reporting.dashboard import picture, run_facts
 from sparse_eval.reporting.html_table import html_table
 from sparse_eval.reporting.summarise_fidelity import split_fidelity, summarise_fidelity
 from sparse_eval.reporting.summarise_latency import latency_table, split_latency
+from sparse_eval.reporting.summarise_lm_eval import gate_table as lm_gate_table
+from sparse_eval.reporting.summarise_lm_eval import noise_floor as lm_noise_floor
+from sparse_eval.reporting.summarise_lm_eval import split_lm_eval, summarise_lm_eval, task_table
 from sparse_eval.reporting.summarise_needle import (
     gate_table,
     noise_floor,
@@ -30,6 +33,9 @@ from sparse_eval.reporting.tables_live import (
     floor_line,
     gate_lines,
 )
+from sparse_eval.reporting.tables_lm_eval import floor_line as lm_floor_line
+from sparse_eval.reporting.tables_lm_eval import gate_lines as lm_gate_lines
+from sparse_eval.reporting.tables_lm_eval import mean_table, scores_table, tasks_table
 
 
 def live_page(
@@ -39,6 +45,7 @@ def live_page(
     tasks = set(rows["task"])
     sections = needle_sections(rows) if "needle" in tasks else []
     sections += fidelity_sections(rows) if "fidelity" in tasks else []
+    sections += lm_eval_sections(rows) if "lm_eval" in tasks else []
     sections += latency_sections(rows) if "latency" in tasks else []
     first = rows.iloc[0]
     title = html.escape(f"{first['model']} · {first['weights']}")
@@ -99,6 +106,22 @@ def fidelity_sections(rows: pd.DataFrame) -> list[str]:
         )
         for name, part in split_fidelity(rows).items()
     ]
+
+
+def lm_eval_sections(rows: pd.DataFrame) -> list[str]:
+    sections = []
+    for name, part in split_lm_eval(rows).items():
+        first, tasks, gate = part.iloc[0], task_table(part), lm_gate_table(part)
+        where = f"{first['context']:,} tokens, protocol {first['protocol']}, chat {first['chat']}"
+        title = f"lm-eval, {where}" + (f", {name}" if name else "")
+        floor = f"<p>{html.escape(lm_floor_line(lm_noise_floor(part)))}</p>"
+        sections += [
+            section(title, html_table(scores_table(tasks))),
+            section("Mean of the ranked tasks", html_table(mean_table(summarise_lm_eval(part)))),
+            section("Task by task against dense", html_table(tasks_table(tasks))),
+            section("Dense gate and noise floor", html_table(lm_gate_lines(gate)), floor),
+        ]
+    return sections
 
 
 def latency_sections(rows: pd.DataFrame) -> list[str]:

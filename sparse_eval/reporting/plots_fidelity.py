@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.ticker import NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from sparse_eval.reporting.plots import INK, save
 from sparse_eval.reporting.plots_live import (
@@ -13,6 +13,7 @@ from sparse_eval.reporting.plots_live import (
     draw_line,
     legend_outside,
     line_axes,
+    nats_axis,
     new_figure,
     read_axis,
 )
@@ -31,9 +32,9 @@ def fidelity_curve(rows: pd.DataFrame, path: Path | str) -> Path:
         for policy, line in sparse.groupby("policy", sort=False):
             line = line.sort_values("model_read_fraction")
             draw_line(axes, str(policy), line, column, line[f"{column}_se"].fillna(0))
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylabel(f"KL(dense || policy), nats: {what}")
+        nats_axis(axes)
+        axes.set_ylabel("KL(dense || policy), nats")
+        axes.set_title(what, loc="left", fontsize=9.5, color=INK)
     for policy, line in sparse.groupby("policy", sort=False):
         line = line.sort_values("model_read_fraction")
         errors = line["top1_agreement_se"].fillna(0)

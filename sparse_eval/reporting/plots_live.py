@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from sparse_eval.reporting.palette import look_of
 from sparse_eval.reporting.plots import DPI, GRID, INK, MARKER_SIZES, MUTED
@@ -43,6 +43,14 @@ def read_axis(axes: Axes, least: float) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def nats_axis(axes: Axes) -> None:
+    """Log scale whose ticks are plain numbers: 0.5, 1, 2, 5, …"""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_line(axes: Axes, policy: str, line: pd.DataFrame, y: str, errors: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from sparse_eval.needle.kinds import KINDS
 from sparse_eval.needle.score import OUTCOMES
@@ -20,6 +20,7 @@ from sparse_eval.reporting.plots_live import (
     draw_line,
     legend_outside,
     line_axes,
+    nats_axis,
     new_figure,
     plain_axes,
     read_axis,
@@ -146,8 +147,7 @@ def needle_curve(answers: pd.DataFrame, path: Path | str) -> Path:
     left.set_ylim(-0.03, 1.03)
     left.yaxis.set_major_formatter(PercentFormatter(1, 0))
     left.set_ylabel("correct answers (bars: Wilson 95 %)")
-    right.set_yscale("log")
-    right.yaxis.set_minor_formatter(NullFormatter())
+    nats_axis(right)
     right.set_ylabel("NLL of the true answer (nats; bars: ± 1 SE)")
     for axes in (left, right):
         read_axis(axes, table["model_read_fraction"].min())

@@ -20,8 +20,9 @@ class Interval:
     high: float
 
 
-def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
-    """Wilson's two-sided score interval of a share; NaN for n = 0."""
+def wilson(successes: float, n: int, confidence: float = 0.95) -> Interval:
+    """Wilson's two-sided score interval of a share; NaN for n = 0. Of a sum of scores in [0, 1],
+    which vary no more than successes do, it is at least as wide as it need be."""
     if n == 0:
         return Interval(NAN, NAN)
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
@@ -32,7 +33,7 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
     return Interval(max(0.0, min(share, center - half)), min(1.0, max(share, center + half)))
 
 
-def wilson_lower(successes: int, n: int, confidence: float = 0.95) -> float:
+def wilson_lower(successes: float, n: int, confidence: float = 0.95) -> float:
     """The one-sided lower bound of a share."""
     return wilson(successes, n, 2 * confidence - 1).low
 

@@ -41,6 +41,10 @@ FIDELITY_COLUMNS = names(
 LM_EVAL_COLUMNS = names(
     "lm_task metric value stderr n dense_value difference p_value gated truncated"
     " identical_to_dense loglikelihood_mode tokens_read density model_read_fraction"
+    " role chat p_holm difference_low difference_high resolvable verdict is_primary"
+    " higher_is_better chance gate_value gate_lower gate_floor gate_n gate_on stock_agreement"
+    " stock_n kv_form prompt_tokens scores is_over expected output output_ids dense_output"
+    " log_likelihoods"
 )
 LATENCY_COLUMNS = names(
     "what batch num_heads num_kv_heads head_dim graph l2_resident median_us p10_us p90_us bytes"
@@ -63,7 +67,7 @@ TEXT = frozenset(
         "task sample prompt_hash prompts model revision weights policy policy_config protocol"
         " backend device dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
         " loglikelihood_mode what baseline role chat kv_form expected output needle"
-        " dense_output lists run"
+        " dense_output lists verdict gate_on scores run"
     )
 )
 INTEGER = frozenset(
@@ -72,8 +76,10 @@ INTEGER = frozenset(
         " num_heads num_kv_heads head_dim wording heads buffers"
     )
 )
-FLAG = frozenset(names("adaptive dense_layer gated graph l2_resident"))
-LIST = frozenset(names("dense_layers page_hit_heads output_ids value_span"))
+FLAG = frozenset(
+    names("adaptive dense_layer gated graph l2_resident is_primary higher_is_better is_over")
+)
+LIST = frozenset(names("dense_layers page_hit_heads output_ids value_span log_likelihoods"))
 NUMBER = frozenset(ALL_COLUMNS) - TEXT - INTEGER - FLAG - LIST
 
 CELL_IDENTITY = names(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sparse_eval.cli.config import NamedPolicy, Settings
 from sparse_eval.core import Row
@@ -18,8 +18,9 @@ from sparse_eval.storage.columns import SCHEMA
 from sparse_eval.tasks.prompted import NUMERIC_PACKAGES, PromptedTask
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sparse_eval.live import OnSelect
-    from sparse_eval.prefill import Prefilled
     from sparse_eval.trace import Trace
 
 NAN = float("nan")
@@ -59,6 +60,13 @@ def arms_of(settings: Settings) -> list[Arm]:
     ]
 
 
+class HasPromptQueries(Protocol):
+    """A dense prefill, of one prompt or of several."""
+
+    @property
+    def prompt_queries(self) -> dict[int, Tensor] | None: ...
+
+
 @dataclass
 class LiveTask(PromptedTask, ABC):
     """A task that answers under each arm."""
@@ -74,7 +82,7 @@ class LiveTask(PromptedTask, ABC):
     def under(
         self,
         arm: Arm,
-        filled: Prefilled,
+        filled: HasPromptQueries,
         *,
         question_tokens: int | None = None,
         on_select: OnSelect | None = None,

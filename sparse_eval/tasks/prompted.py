@@ -70,7 +70,9 @@ class PromptedTask:
             cache_dir=s.cache_dir,
         )
 
-    def prefill(self, ids: Tensor, what: str, key: str) -> Prefilled:
+    def prefill(
+        self, ids: Tensor, what: str, key: str, *, is_one_of_many: bool = False
+    ) -> Prefilled:
         """Of ids[:-1], dense; with cache_prefill=true kept on disk under its content's key."""
         from sparse_eval.prefill import prefill
         from sparse_eval.prefill_store import load_prefill, save_prefill
@@ -82,7 +84,9 @@ class PromptedTask:
                 return load_prefill(path, model, ids)
             except ValueError as error:
                 self.progress.warn(f"{error}; prefilling again")
-        with shared(), self.progress.bar(f"prefill, {what}", len(ids) - 1) as tick:
+        total = len(ids) - 1
+        bar = self.progress.bar(f"prefill, {what}", total, is_one_of_many=is_one_of_many)
+        with shared(), bar as tick:
             num_queries = s.task["prompt_queries"]
             filled = prefill(model, ids, num_prompt_queries=num_queries, on_tokens=tick)
         if s.cache_prefill:

@@ -8,6 +8,7 @@ import pandas as pd
 
 from sparse_eval.reporting.summarise import split_settings, summarise_recall
 from sparse_eval.reporting.summarise_fidelity import split_fidelity, summarise_fidelity
+from sparse_eval.reporting.summarise_lm_eval import split_lm_eval, summarise_lm_eval, task_table
 from sparse_eval.reporting.summarise_needle import split_needle, summarise_needle
 
 CURVES = {
@@ -28,6 +29,18 @@ NEEDLE_CURVES = {
     "answer_nll": "answer_nll",
     "page_hit": "page_hit",
     "tokens_read": "tokens_read",
+    "model_read_fraction": "model_read_fraction",
+}
+LM_MEAN_CURVES = {
+    "score": "score",
+    "difference": "difference",
+    "worst": "worst_difference",
+    "same_as_dense": "same_as_dense",
+    "model_read_fraction": "model_read_fraction",
+}
+LM_TASK_CURVES = {
+    "difference": "difference",
+    "identical_to_dense": "same_as_dense",
     "model_read_fraction": "model_read_fraction",
 }
 FIDELITY_CURVES = {
@@ -56,6 +69,12 @@ def curve_tables(frame: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
     if "fidelity" in tasks:
         for name, part in split_fidelity(frame).items():
             yield named(summarise_fidelity(part), "fidelity", FIDELITY_CURVES), in_brackets(name)
+    if "lm_eval" in tasks:
+        for name, part in split_lm_eval(frame).items():
+            yield named(summarise_lm_eval(part), "lm_eval/mean", LM_MEAN_CURVES), in_brackets(name)
+            for task, table in task_table(part).groupby("lm_task", sort=False):
+                curves = {"value": str(table["metric"].iloc[0])} | LM_TASK_CURVES
+                yield named(table, f"lm_eval/{task}", curves), in_brackets(name)
 
 
 def named(table: pd.DataFrame, task: str, curves: Mapping[str, str]) -> pd.DataFrame:

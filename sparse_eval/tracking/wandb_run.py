@@ -68,7 +68,7 @@ class WandbTracker:
             abandon()
             self.run = self._init(mode, options, tracking)
         self.run.define_metric("budget_tokens")
-        for task in ("recall", "needle", "fidelity"):
+        for task in ("recall", "needle", "fidelity", "lm_eval"):
             self.run.define_metric(f"{task}/*", step_metric="budget_tokens")
         self.is_offline = mode == "offline"
         if mode == "offline":
@@ -155,7 +155,7 @@ class WandbTracker:
             values = {
                 f"{task}/{line['policy']}{setting}/{value}": line[f"{task}/{value}"]
                 for line in lines.to_dict("records")
-                for task, value in (str(part).split("/") for part in parts)
+                for task, value in (str(part).rsplit("/", 1) for part in parts)
                 if not math.isnan(line[f"{task}/{value}"])
             }
             if not math.isnan(budget):

@@ -1,0 +1,1 @@
+"""lm-eval's tasks under selection policies: documents -> prompts -> batched decoding -> scores."""

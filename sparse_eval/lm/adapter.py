@@ -1,0 +1,202 @@
+"""lm-eval's own HFLM with a policy in place of its decode attention: `--model sparse_eval`.
+
+Greedy answers decode through the policy from the last prompt token on. A log-likelihood, which HFLM
+takes from one dense forward where no decode step happens, is fed token by token instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+
+from sparse_eval.device import resolve_device
+from sparse_eval.live import patched
+from sparse_eval.lm.decode import judge
+from sparse_eval.lm.requests import Ask
+from sparse_eval.lm.stack import Decoder, Stack, stack
+from sparse_eval.policies.base import Policy
+from sparse_eval.prefill import prefill
+from sparse_eval.trace import Trace
+
+NUM_PROMPT_QUERIES = 64
+
+
+@register_model("sparse_eval")
+class PolicyLM(HFLM):
+    """HFLM under a policy; arguments that are not named here are HFLM's.
+
+    policy: an instance, a name of conf/policy/ or a dotted class name. policy_config: its fields by
+    name. budget: tokens a KV head may read per step. dense_layers: "0:1" or a list. question_tokens
+    and kernels are `patched`'s, the latter its backend. strict: refuse prompts that do not fit
+    instead of counting them in `truncated`. selections: how often the policy chose."""
+
+    def __init__(
+        self,
+        pretrained: Any,
+        policy: str | Policy = "quest",
+        budget: int | None = None,
+        policy_config: Mapping[str, Any] | None = None,
+        page_size: int | None = None,
+        sink_pages: int | None = None,
+        local_pages: int | None = None,
+        dense_layers: str | int | Sequence[int] = (0, 1),
+        question_tokens: int | None = None,
+        kernels: str = "auto",
+        strict: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(pretrained, str):
+            kwargs["device"] = resolve_device(kwargs.get("device") or "auto")
+        super().__init__(pretrained, **kwargs)
+        if self.backend != "causal":
+            raise ValueError(f"a policy needs a causal language model, got {self.backend}")
+        given = {"page_size": page_size, "sink_pages": sink_pages, "local_pages": local_pages}
+        fields = dict(policy_config or {}) | {k: v for k, v in given.items() if v is not None}
+        self.policy = policy if isinstance(policy, Policy) else make_policy(policy, fields)
+        self.budget = budget
+        self.dense_layers = layers_of(dense_layers)
+        self.question_tokens = question_tokens
+        self.kernels = kernels
+        self.strict = strict
+        self.truncated = 0
+        self.selections = 0
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        raise ValueError(
+            "lm-eval's response cache (--use_cache) knows no policy and would hand one's answers "
+            "to another: it is refused; task=lm_eval keeps finished answers by policy and budget"
+        )
+
+    @contextlib.contextmanager
+    def under(self, prompt_queries: dict[int, Tensor] | None = None) -> Iterator[Trace]:
+        """The model under the policy. Raises RuntimeError where it never selected."""
+        question = self.question_tokens
+        with patched(
+            self.model,
+            self.policy,
+            budget=self.budget,
+            dense_layers=self.dense_layers,
+            protocol="decode" if question is None else "question",
+            question_tokens=question,
+            prompt_queries=prompt_queries,
+            backend=self.kernels,
+        ) as trace:
+            yield trace
+        self.selections += trace.calls
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """As HFLM, but a prompt that does not fit is counted, or refused."""
+        if left_truncate_len:
+            for text in strings:
+                self.count_cut(len(self.tok_encode(text)), left_truncate_len)
+        return super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+
+    def count_cut(self, length: int, room: int) -> None:
+        if length <= room:
+            return
+        if self.strict:
+            raise ValueError(
+                f"a prompt of {length} tokens does not fit into {room}, and strict=True"
+            )
+        self.truncated += 1
+
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
+    ) -> Tensor:
+        with self.under():
+            return super()._model_generate(context, max_length, stop, **generation_kwargs)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        raise ValueError(
+            "loglikelihood_rolling has no prompt that a decode-time policy could select from: "
+            "it is refused"
+        )
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """Each distinct context is prefilled once; its continuations are fed together."""
+        by_context = defaultdict(list)
+        for place, (_, context, continuation) in enumerate(requests):
+            room = self.max_length + 1 - len(continuation)
+            self.count_cut(len(context), room)
+            by_context[tuple(context[-room:])].append((place, tuple(continuation)))
+        found: dict[int, tuple[float, bool]] = {}
+        for ids, wanted in by_context.items():
+            found |= self._judge(ids, wanted, int(override_bs or self._rows))
+        return [found[place] for place in range(len(requests))]
+
+    @property
+    def _rows(self) -> int:
+        return 64 if self.batch_size == "auto" else int(self.batch_size)
+
+    def _judge(
+        self, ids: tuple[int, ...], wanted: list[tuple[int, tuple[int, ...]]], rows: int
+    ) -> dict[int, tuple[float, bool]]:
+        tail = min(self.question_tokens or 1, len(ids))
+        before = ids[: len(ids) - tail]
+        filled = None
+        if before:
+            padded = torch.tensor([*before, 0])  # the last id is not prefilled
+            filled = prefill(self.model, padded, num_prompt_queries=NUM_PROMPT_QUERIES)
+        found = {}
+        for start in range(0, len(wanted), rows):
+            part = wanted[start : start + rows]
+            whole: Stack = stack([filled] * len(part), self.model)
+            asks = [Ask(ids, tail, 0, "", continuation=continuation) for _, continuation in part]
+            with self.under(whole.prompt_queries):
+                room = max(ask.most_fed for ask in asks)
+                answers = judge(Decoder.of(self.model, whole, room), asks)
+            for (place, _), answer in zip(part, answers, strict=True):
+                found[place] = (answer.log_likelihood, answer.is_greedy)
+        return found
+
+
+def make_policy(name: str, fields: Mapping[str, Any]) -> Policy:
+    """A policy by its name in conf/policy/ or its class's dotted name, fields changed as given."""
+    from sparse_eval.check import policy_class
+
+    if "." in name:
+        return build(policy_class(name), fields)
+    from sparse_eval.cli.compose import Composer
+
+    composer = Composer()
+    composer.check_option("policy", name)
+    config = composer.compose([f"policy={name}"])["policy"]
+    target = policy_class(config.pop("_target_"))
+    return build(target, config | dict(fields))
+
+
+def build(kind: Any, fields: Mapping[str, Any]) -> Policy:
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ValueError(f"policy {kind.__name__}: {error}") from None
+
+
+def layers_of(value: str | int | Sequence[int]) -> tuple[int, ...]:
+    """dense_layers from a command line, where lists are hard to write: "0:1", 0, or "" for none."""
+    if isinstance(value, int):
+        return (value,)
+    if isinstance(value, str):
+        words = [word for word in value.split(":") if word.strip()]
+        if not all(word.strip().isdigit() for word in words):
+            raise ValueError(f'dense_layers must be layer indices such as "0:1", got {value!r}')
+        return tuple(int(word) for word in words)
+    return tuple(value)

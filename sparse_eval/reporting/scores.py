@@ -1,0 +1,78 @@
+"""Two arms' scores on the same documents: difference, interval, test, and what to say of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparse_eval.reporting.paired import paired, t_quantile
+from sparse_eval.reporting.proportions import Pairs, smallest_resolvable
+
+SIGNIFICANCE = 0.05
+MARGIN = 0.1
+"""A score less than dense's by no more than this is not inferior."""
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Second's mean less first's over n documents.
+
+    low, high: 95 %, Tango's for successes and failures, Student's else, the rule of three's where
+    documents do not differ. low_90: the lower end of a one-sided 95 % interval. p: exact McNemar,
+    or sign flips. resolvable: the smallest difference that the test can tell from none, NaN where
+    there is none or the scores are not successes."""
+
+    n: int
+    mean: float
+    low: float
+    high: float
+    low_90: float
+    p: float
+    resolvable: float
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Documents that either arm has no score of its own for are left out."""
+    both = [(a, b) for a, b in zip(first, second, strict=True) if a == a and b == b]
+    if not both:
+        return Difference(0, NAN, NAN, NAN, NAN, NAN, NAN)
+    if all(x in (0, 1) for pair in both for x in pair):
+        pairs = Pairs.of((bool(a), bool(b)) for a, b in both)
+        interval, narrower = pairs.interval(), pairs.interval(1 - 2 * SIGNIFICANCE)
+        return Difference(
+            pairs.n,
+            pairs.difference,
+            interval.low,
+            interval.high,
+            narrower.low,
+            pairs.p_value,
+            smallest_resolvable(pairs.n, SIGNIFICANCE),
+        )
+    found = paired([a for a, _ in both], [b for _, b in both])
+    low, high = found.low, found.high
+    if low == high:  # no spread says nothing of the spread: the rule of three, for scores in [0, 1]
+        is_share = all(0 <= x <= 1 for pair in both for x in pair)
+        half = min(1.0, 3 / found.n) if is_share else NAN
+        low, high = found.mean - half, found.mean + half
+    low_90 = found.mean - (found.mean - low) * narrower_by(found.n)
+    return Difference(found.n, found.mean, low, high, low_90, found.p, NAN)
+
+
+def narrower_by(n: int) -> float:
+    """A one-sided 95 % interval of a mean's half-width over a two-sided one's."""
+    return t_quantile(0.95, n - 1) / t_quantile(0.975, n - 1) if n > 1 else NAN
+
+
+def verdict(found: Difference, p: float, *, gated: bool, higher_is_better: bool) -> str:
+    """p: corrected for the tasks looked at."""
+    if gated:
+        return "not ranked: dense gate"
+    if math.isnan(p) or found.n < math.ceil(1 - math.log2(SIGNIFICANCE)):
+        return f"not ranked: n = {found.n}"
+    if p >= SIGNIFICANCE:
+        worst = found.low_90 if higher_is_better else -found.high
+        return f"not inferior ({MARGIN:g})" if worst > -MARGIN else "no difference resolved"
+    is_worse = (found.mean < 0) == higher_is_better
+    return "below dense" if is_worse else "ABOVE dense: suspect the set-up"

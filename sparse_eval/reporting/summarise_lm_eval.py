@@ -1,0 +1,158 @@
+"""lm-eval rows -> the figures people read: each task against dense, the mean of tasks, the worst.
+
+The sampling unit is the document. Tasks whose dense gate did not pass are shown and ranked nowhere:
+means and worst tasks are of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+
+from sparse_eval.reporting.summarise import distinct_labels
+from sparse_eval.storage.columns import names
+from sparse_eval.storage.table import frame_of
+
+SETTING = names(
+    "model revision weights context protocol chat dense_layers dtype device backend seed"
+)
+"""Rows that differ in one of these answer different questions: never pooled."""
+CELL = ["policy", "budget_tokens"]
+Z = 1.96
+
+
+def lm_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The lm_eval rows, each policy label standing for one set of fields. Raises ValueError where
+    there are none."""
+    rows = frame_of(rows)
+    rows = rows[rows["task"] == "lm_eval"]
+    if not len(rows):
+        raise ValueError("expected rows of task lm_eval, got none")
+    return rows.assign(policy=distinct_labels(rows))
+
+
+def split_lm_eval(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Rows by setting. One's name tells how it differs from the others ("" if alone). A run that
+    was stopped before its last task has rows of documents and none of tasks: it is left out."""
+    rows = lm_rows(rows)
+    varying = [k for k in SETTING if rows[k].map(str).nunique() > 1]
+    parts = {
+        ", ".join(f"{k} {part.iloc[0][k]}" for k in varying): part
+        for _, part in rows.groupby(list(SETTING), dropna=False, sort=False)
+    }
+    return {name: part for name, part in parts.items() if (part["role"] == "task").any()}
+
+
+def task_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line per task, policy and budget, primary metrics only, of rows of one setting."""
+    rows = rows[rows["role"] == "task"]
+    primary = rows[rows["is_primary"].astype(bool)]
+    return primary.assign(is_dense=primary["verdict"] == "dense").reset_index(drop=True)
+
+
+def summarise_lm_eval(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line per policy and budget over the ranked tasks, of rows of one setting.
+
+    tasks: how many; n: documents. score, score_se: mean of the tasks' scores and its standard
+    error. difference, low, high: mean over tasks of the paired difference from dense, 95 %, from
+    the documents' differences within tasks. worst_task with its own difference and interval.
+    same_as_dense: share of answers. below: tasks significantly below dense (Holm)."""
+    table = task_table(rows)
+    ranked = table[~table["gated"].astype(bool)]
+    samples = rows[rows["role"] == "sample"]
+    lines = []
+    for keys, part in table.groupby(CELL, dropna=False, sort=False):
+        own = at(ranked, keys)
+        line = dict(zip(CELL, keys, strict=True)) | read_of(part)
+        lines.append(
+            line | over_tasks(own, at(samples, keys)) if len(own) else line | nothing(part)
+        )
+    return pd.DataFrame(lines)
+
+
+def at(rows: pd.DataFrame, keys: Any) -> pd.DataFrame:
+    policy, budget = keys
+    budgets = rows["budget_tokens"]
+    same = budgets.isna() if pd.isna(budget) else budgets == budget
+    return rows[(rows["policy"] == policy) & same]
+
+
+def read_of(part: pd.DataFrame) -> dict[str, Any]:
+    return {
+        "is_dense": bool(part["is_dense"].all()),
+        "tokens_read": float(part["tokens_read"].mean()),
+        "density": float(part["density"].mean()),
+        "model_read_fraction": float(part["model_read_fraction"].mean()),
+        "all_tasks": len(part),
+        "truncated": int(part["truncated"].sum()),
+        "same_as_dense": float((part["identical_to_dense"] * part["n"]).sum() / part["n"].sum()),
+    }
+
+
+def nothing(part: pd.DataFrame) -> dict[str, Any]:
+    """No task of this arm is ranked."""
+    return {"tasks": 0, "n": 0}
+
+
+def over_tasks(own: pd.DataFrame, samples: pd.DataFrame) -> dict[str, Any]:
+    """own: the arm's ranked tasks; samples: its documents."""
+    count = len(own)
+    line = {
+        "tasks": count,
+        "n": int(own["n"].sum()),
+        "score": float(own["value"].mean()),
+        "score_se": math.sqrt(float((own["stderr"] ** 2).sum(skipna=False))) / count,
+    }
+    if own["is_dense"].all():
+        return line
+    signs = own["higher_is_better"].map({True: 1.0, False: -1.0}).to_numpy(dtype=float)
+    worst = own.iloc[int((own["difference"].to_numpy(dtype=float) * signs).argmin())]
+    error = math.sqrt(sum(error_of(samples, task) ** 2 for task in own["lm_task"])) / count
+    mean = float(own["difference"].mean())
+    return line | {
+        "difference": mean,
+        "low": mean - Z * error,
+        "high": mean + Z * error,
+        "worst_task": worst["lm_task"],
+        "worst": float(worst["difference"]),
+        "worst_low": float(worst["difference_low"]),
+        "worst_high": float(worst["difference_high"]),
+        "below": int((own["verdict"] == "below dense").sum()),
+    }
+
+
+def error_of(samples: pd.DataFrame, task: str) -> float:
+    """Of a task's mean difference from dense. Documents that all differ alike say nothing of the
+    spread: the rule of three's bound stands in."""
+    found = samples.loc[samples["lm_task"] == task, "difference"].astype(float).dropna()
+    if len(found) < 2:
+        return math.nan
+    spread = float(found.std(ddof=1))
+    return spread / math.sqrt(len(found)) if spread else min(1.0, 3 / len(found)) / Z
+
+
+def gate_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Per task: dense's score on the gate's documents, its bound and floor; gated: not ranked."""
+    table = task_table(rows)
+    keep = names(
+        "lm_task metric value n gate_value gate_lower gate_floor gate_n gate_on chance gated"
+        " truncated resolvable stock_agreement stock_n"
+    )
+    dense = table[table["is_dense"]]
+    resolvable = table[~table["is_dense"]].groupby("lm_task")["resolvable"].max()
+    dense = dense.assign(resolvable=dense["lm_task"].map(resolvable))
+    for name in keep:
+        if name not in dense:
+            dense = dense.assign(**{name: math.nan})
+    return dense[list(keep)].reset_index(drop=True)
+
+
+def noise_floor(rows: pd.DataFrame) -> dict[str, float]:
+    """Stock SDPA's answers against dense's through the shared kernel, on some documents of each
+    task: the share that is the same."""
+    gate = gate_table(rows).dropna(subset="stock_agreement")
+    n = float(gate["stock_n"].sum())
+    same = float((gate["stock_agreement"] * gate["stock_n"]).sum())
+    return {"same_answer": same / n if n else math.nan, "n": n}

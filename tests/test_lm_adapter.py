@@ -1,0 +1,147 @@
+"""The adapter against lm-eval's own HFLM: with policy=full nothing changes, else something does."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
+from lm_eval.models.huggingface import HFLM
+
+from sparse_eval.lm import adapter
+from sparse_eval.lm.adapter import PolicyLM, layers_of, make_policy
+from sparse_eval.policies.full import Full
+from sparse_eval.policies.window import Window
+from tests.lm_tasks.tiny_data import documents
+from tests.tiny import tiny_loaded
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+DOCS = documents(6, 90)
+PROMPTS = [doc["context"] + doc["question"] for doc in DOCS]
+GREEDY = {"until": ["q", "zz"], "max_gen_toks": 14, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return tiny_loaded("tiny_llama")
+
+
+def lm_of(kind: Any, tiny: Any, batch_size: int = 3, **options: Any) -> Any:
+    common = {"tokenizer": tiny.tokenizer, "batch_size": batch_size}
+    return kind(pretrained=tiny.model, **common, **options)
+
+
+def dense(tiny: Any, batch_size: int = 3) -> PolicyLM:
+    return lm_of(PolicyLM, tiny, batch_size, policy=Full(page_size=8), dense_layers=[0])
+
+
+def window(tiny: Any, **options: Any) -> PolicyLM:
+    policy = Window(page_size=8, sink_pages=1, local_pages=2)
+    return lm_of(PolicyLM, tiny, policy=policy, budget=24, dense_layers=[0], **options)
+
+
+def generations(**changes: Any) -> list[Instance]:
+    return [Instance("generate_until", {}, (text, GREEDY | changes), 0) for text in PROMPTS]
+
+
+def choices() -> list[Instance]:
+    return [
+        Instance("loglikelihood", {}, (text, f" {choice}"), i)
+        for text, doc in zip(PROMPTS, DOCS, strict=True)
+        for i, choice in enumerate(doc["choices"])
+    ]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_full_writes_what_stock_hflm_writes(tiny, batch_size):
+    ours = dense(tiny, batch_size)
+    assert ours.generate_until(generations()) == lm_of(HFLM, tiny, batch_size).generate_until(
+        generations()
+    )
+    assert ours.selections > 0
+
+
+def test_full_gives_stock_log_likelihoods(tiny):
+    requests = [*choices(), Instance("loglikelihood", {}, ("", "some words"), 0)]
+    ours, stock = (lm.loglikelihood(requests) for lm in (dense(tiny), lm_of(HFLM, tiny)))
+    for (value, greedy), (expected, expected_greedy) in zip(ours, stock, strict=True):
+        assert value == pytest.approx(expected, abs=1e-4)
+        assert greedy == expected_greedy
+
+
+def test_the_models_own_continuation_is_greedy(tiny):
+    ids = tiny.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    written = tiny.model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    request = (("", ""), ids[0].tolist(), written.tolist())
+    ((of_dense, greedy),) = dense(tiny)._loglikelihood_tokens([request])
+    ((of_window, still_greedy),) = window(tiny)._loglikelihood_tokens([request])
+    assert greedy and not still_greedy and of_window < of_dense
+
+
+def test_a_policy_changes_answers_and_log_likelihoods(tiny):
+    ours, stock = window(tiny), lm_of(HFLM, tiny)
+    assert ours.generate_until(generations()) != stock.generate_until(generations())
+    pairs = zip(ours.loglikelihood(choices()), stock.loglikelihood(choices()), strict=True)
+    assert max(abs(a - b) for (a, _), (b, _) in pairs) > 1e-2
+
+
+def test_a_context_is_prefilled_once_for_all_its_continuations(tiny, monkeypatch):
+    prefilled = []
+
+    def counting(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+        prefilled.append(tuple(ids.tolist()))
+        return original(model, ids, **options)
+
+    original = adapter.prefill
+    monkeypatch.setattr(adapter, "prefill", counting)
+    dense(tiny, batch_size=2).loglikelihood(choices())
+    assert len(prefilled) == len(set(prefilled)) == len(DOCS)
+
+
+def test_a_policy_that_never_selects_is_an_error(tiny):
+    every = list(range(tiny.model.config.num_hidden_layers))
+    idle = lm_of(PolicyLM, tiny, policy=Full(page_size=8), dense_layers=every)
+    with pytest.raises(RuntimeError, match="never selected"):
+        idle.generate_until(generations()[:1])
+    with pytest.raises(RuntimeError, match="never selected"):
+        idle.loglikelihood(choices()[:2])
+
+
+def test_rolling_and_the_response_cache_are_refused(tiny, tmp_path):
+    with pytest.raises(ValueError, match="rolling"):
+        dense(tiny).loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("text",), 0)])
+    with pytest.raises(ValueError, match="knows no policy"):
+        CachingLM(dense(tiny), str(tmp_path / "answers.db"))
+
+
+def test_prompts_that_do_not_fit_are_counted_or_refused(tiny):
+    short = window(tiny, max_length=80)
+    short.generate_until(generations())
+    assert short.truncated == len(PROMPTS)
+    with pytest.raises(ValueError, match="does not fit"):
+        window(tiny, max_length=80, strict=True).generate_until(generations())
+
+
+def test_policies_by_name_and_by_class():
+    quest = make_policy("quest", {"page_size": 32})
+    assert (type(quest).__name__, quest.page_size) == ("Quest", 32)
+    named = make_policy("sparse_eval.policies.window.Window", {"page_size": 8})
+    assert named == Window(page_size=8)
+    with pytest.raises(ValueError, match="did you mean quest"):
+        make_policy("qest", {})
+    with pytest.raises(ValueError, match="colour"):
+        make_policy("quest", {"colour": 1})
+
+
+@pytest.mark.parametrize(("given", "layers"), [("0:1", (0, 1)), (0, (0,)), ("", ()), ([2], (2,))])
+def test_dense_layers_of_a_command_line(given, layers):
+    assert layers_of(given) == layers
+
+
+def test_dense_layers_that_are_no_indices():
+    with pytest.raises(ValueError, match="0:1"):
+        layers_of("first")

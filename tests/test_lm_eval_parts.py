@@ -1,0 +1,205 @@
+"""The pieces of task=lm_eval: settings, ids, stops, stacking, scores, the gate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_eval.cli.compose import Composer
+from sparse_eval.cli.settings import resolve
+from sparse_eval.lm import suite
+from sparse_eval.lm.config import lm_config
+from sparse_eval.lm.texts import TextSide, context_end, cut, until_stop
+from sparse_eval.prefill import prefill
+from sparse_eval.reporting.scores import difference, verdict
+from tests.tiny import random_ids, tiny_loaded
+
+NAN = float("nan")
+COMPOSER = Composer()
+
+
+def config_of(*words: str) -> Any:
+    cfg = COMPOSER.compose(["task=lm_eval", "model=tiny_llama", *words])
+    return lm_config(cfg["task"], cfg["protocol"], cfg["seed"])
+
+
+def test_limits_stay_per_task():
+    config = config_of("task.limit={a: 3, b: 0.25}")
+    assert [config.num_documents(name, 10) for name in "abc"] == [3, 3, 10]
+    assert config_of("task.limit=50").num_documents("a", 10) == 10
+    assert config_of("task.limit=null").num_documents("a", 10) == 10
+
+
+def test_made_tasks_hear_how_many_documents_and_which_format():
+    config = config_of("task.limit={a: 3, b: 7}", "task.gate.n=2", "task.chat=template")
+    assert config.all_metadata["num_samples"] == 9
+    assert config.all_metadata["apply_chat_template"] is True
+    given = config_of("task.metadata={num_samples: 3}")
+    assert given.all_metadata["num_samples"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["task.tasks=[]"], "at least one"),
+        (["task.limit=-1"], "task.limit"),
+        (["task.limit=2.5"], "task.limit"),
+        (["task.chat=yes"], "none, template"),
+        (["task.include_path=/no/such/folder"], "must be a folder"),
+        (["task.gate.margin=0"], "task.gate.margin"),
+        (["task.gate.floors={a: high}"], "task.gate.floors"),
+        (["task.metadata={max_seq_lengths: [64]}"], ">= 1024"),
+        (["task.batch_size=0"], "task.batch_size"),
+        (["protocol=question", "protocol.question_tokens=0"], "protocol.question_tokens"),
+    ],
+)
+def test_a_bad_setting_is_one_line_before_a_model_loads(words, told):
+    with pytest.raises(ValueError) as caught:
+        resolve(COMPOSER, ["task=lm_eval", "model=tiny_llama", "dense_layers=[0]", *words])
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_unknown_task_is_told_with_the_nearest_names(monkeypatch):
+    bundled = suite.manager((str(suite.BUNDLED),), False)
+    monkeypatch.setattr(suite, "manager", lambda *_: bundled)  # lm-eval's own take seconds to list
+    with pytest.raises(ValueError, match="no task 'se_needle_wrod'; did you mean se_needle_word"):
+        suite.index_for(["se_needle_passcode", "se_needle_wrod"], ())
+
+
+def test_lm_evals_own_tasks_are_found_without_reading_all_of_them():
+    found = suite.index_for(["ruler_vt", "se_needle_word", "longbench"], ())
+    assert {"ruler_vt", "se_needle_word", "longbench_qasper"} <= set(found.all_tasks)
+    assert len(found.all_tasks) < 500
+
+
+def test_a_suite_belongs_to_its_task():
+    with pytest.raises(ValueError, match="suite=ruler_4k needs task=lm_eval"):
+        resolve(COMPOSER, ["model=tiny_llama", "suite=ruler_4k"])
+
+
+@pytest.mark.parametrize("name", COMPOSER.options("suite"))
+def test_every_suite_composes(name):
+    cfg = COMPOSER.compose(["task=lm_eval", f"suite={name}", "model=smollm2"])
+    config = lm_config(cfg["task"], cfg["protocol"], 0)
+    assert cfg["suite"]["name"] == name and len(config.tasks) > 5
+    if name.startswith("ruler"):
+        assert config.metadata["max_seq_lengths"] == [cfg["context"]]
+        assert cfg["context"] == {"ruler_4k": 4096, "ruler_32k": 32768}[name]
+
+
+@pytest.mark.parametrize("text", ["some words", "<bos>some words"])
+def test_a_prompt_opens_with_exactly_one_bos(text):
+    side = TextSide(tiny_loaded("tiny_llama").tokenizer)
+    assert side.ids(text) == [1, *side.tokenizer("some words", add_special_tokens=False).input_ids]
+
+
+def test_a_doubled_bos_is_an_error():
+    with pytest.raises(ValueError, match="exactly one BOS"):
+        TextSide(tiny_loaded("tiny_llama").tokenizer).ids("<bos><bos>some words")
+
+
+def test_spaces_before_a_continuation_belong_to_it():
+    side = TextSide(tiny_loaded("tiny_llama").tokenizer)
+    context, continuation = side.pair("one ", "two")
+    assert side.text(context) == "one" and side.text(continuation) == " two"
+    assert side.pair("", "two")[0] == [1]
+
+
+def test_cutting_keeps_the_bos_and_the_end():
+    assert cut([1, 5, 6, 7, 8], 3, [1]) == [1, 7, 8]
+    assert cut([5, 6, 7, 8], 3, []) == [6, 7, 8]
+    assert cut([1, 5], 3, [1]) == [1, 5]
+
+
+def test_the_question_starts_where_the_context_ends():
+    doc = {"context": "The sky is blue.", "question": "Which colour?"}
+    prompt = "Read. The sky is blue. Now: Which colour? Answer:"
+    assert prompt[context_end(prompt, doc) :].startswith(" Now:")
+    assert context_end("Which colour? The sky is blue.", doc) is None
+    assert context_end(prompt, {"context": "The sky is blue."}) is None
+
+
+def test_text_ends_at_the_first_of_each_stop():
+    assert until_stop("one\ntwo. three", ("\n", ".")) == "one"
+    assert until_stop("one", ("", "x")) == "one"
+
+
+def test_stacked_rows_decode_as_they_do_alone():
+    from sparse_eval.lm.stack import Decoder, stack
+
+    model = tiny_loaded("tiny_llama").model
+    prompts = [random_ids(n, seed=n)[0] for n in (70, 91, 80)]
+    filled = [prefill(model, ids) for ids in prompts]
+    together = Decoder.of(model, stack(filled, model), 1)
+    alone = [Decoder.of(model, stack([one], model), 8) for one in filled]
+    for step in range(3):
+        fed = [ids[-1:] if step == 0 else torch.tensor([7 + step]) for ids in prompts]
+        logits = together.feed(torch.stack(fed))
+        for row, (decoder, ids) in enumerate(zip(alone, fed, strict=True)):
+            torch.testing.assert_close(logits[row], decoder.feed(ids[None])[0], atol=2e-5, rtol=0)
+
+
+def test_decoding_leaves_the_stack_as_it_was():
+    from sparse_eval.lm.stack import Decoder, stack
+
+    model = tiny_loaded("tiny_llama").model
+    whole = stack([prefill(model, random_ids(n)[0]) for n in (70, 80)], model)
+    before = [layer.keys.clone() for layer in whole.cache.layers]
+    logits = [Decoder.of(model, whole, 2).feed(torch.tensor([[5], [6]])) for _ in range(2)]
+    assert torch.equal(*logits)
+    for layer, keys in zip(whole.cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+
+
+def test_one_prompt_for_several_rows_is_stored_once():
+    from sparse_eval.lm.stack import stack
+
+    model = tiny_loaded("tiny_llama").model
+    filled = prefill(model, random_ids(70)[0])
+    whole = stack([filled] * 5, model)
+    assert whole.cache.layers[0].keys.shape[0] == 5
+    assert whole.cache.layers[0].keys.data_ptr() == filled.cache.layers[0].keys.data_ptr()
+
+
+def test_rulers_lengths_that_a_document_has_not_are_no_scores():
+    from sparse_eval.lm.scoring import metrics_of
+
+    class Task:
+        def get_config(self, key: str) -> Any:
+            return [{"metric": "4096"}, {"metric": "8192"}]
+
+    logged = [
+        {"doc_id": 0, "filter": "none", "4096": -1.0, "8192": 1.0},
+        {"doc_id": 1, "filter": "none", "4096": -1.0, "8192": 0.5},
+    ]
+    found = {"4096,none": -1, "8192,none": 0.75, "8192_stderr,none": "N/A", "alias": "x"}
+    (metric,) = metrics_of(Task(), found, logged, {"8192": True})
+    assert (metric.name, metric.value, metric.values) == ("8192", 0.75, {0: 1.0, 1: 0.5})
+    assert metric.is_primary and math.isnan(metric.stderr)
+
+
+def test_successes_are_compared_by_mcnemar_and_other_scores_by_sign_flips():
+    found = difference([1.0] * 8 + [0.0] * 2, [0.0] * 6 + [1.0] * 2 + [0.0] * 2)
+    assert found.mean == pytest.approx(-0.6) and found.p == pytest.approx(2 / 2**6)
+    assert found.low < -0.6 < found.high < 0 and found.resolvable == pytest.approx(0.6)
+    scores = difference([0.5, 0.7, 0.9], [0.4, 0.6, 0.8])
+    assert scores.mean == pytest.approx(-0.1) and scores.p == 0.25 and math.isnan(scores.resolvable)
+    assert difference([NAN, 1.0], [0.0, 1.0]).n == 1
+    alike = difference([0.5] * 10, [0.5] * 10)
+    assert (alike.low, alike.high) == (-0.3, 0.3)
+
+
+def test_verdicts():
+    worse = difference([1.0] * 20, [0.0] * 10 + [1.0] * 10)
+    same = difference([1.0] * 40, [1.0] * 40)
+    few = difference([1.0] * 3, [0.0] * 3)
+    higher = {"gated": False, "higher_is_better": True}
+    assert verdict(worse, worse.p, **higher) == "below dense"
+    assert verdict(worse, worse.p, gated=False, higher_is_better=False).startswith("ABOVE")
+    assert verdict(worse, 0.2, **higher) == "no difference resolved"
+    assert verdict(same, 1.0, **higher) == "not inferior (0.1)"
+    assert verdict(few, few.p, **higher) == "not ranked: n = 3"
+    assert verdict(worse, NAN, gated=True, higher_is_better=True) == "not ranked: dense gate"
