@@ -23,6 +23,7 @@ from sparse_eval.reporting.frontiers import (
     turns,
 )
 from sparse_eval.reporting.tables_live import budget_of
+from sparse_eval.reporting.tables_lm_eval import scores_table
 from sparse_eval.results import write_parquet
 from tests.factories import NAN, recall_rows
 
@@ -218,3 +219,21 @@ def test_live_tables_tell_adaptive_from_all():
     assert budget_of({"budget_tokens": 512.0}) == "512"
     assert budget_of({"budget_tokens": NAN, "density": 1.0}) == "all"
     assert budget_of({"budget_tokens": NAN, "density": 0.183}) == "adaptive: 18.3%"
+
+
+def test_an_adaptive_arm_is_one_column_whatever_it_read_in_each_task():
+    lines = [
+        {"policy": policy, "budget_tokens": budget, "is_dense": policy == "full", "density": read}
+        for policy, budget, reads in (
+            ("full", NAN, (1.0, 1.0)),
+            ("ffd", NAN, (0.2, 0.3)),
+            ("quest", 512.0, (0.1, 0.2)),
+        )
+        for read in reads
+    ]
+    table = pd.DataFrame(lines).assign(
+        lm_task=["a", "b"] * 3, gated=False, n=4, value=0.5, verdict=""
+    )
+    shown = scores_table(table)
+    assert shown.head == ["task", "n", "full all", "ffd", "quest 512"]
+    assert shown.lines == [[task, "4", "0.50", "0.50", "0.50"] for task in ("a", "b")]

@@ -47,20 +47,26 @@ def mean_line(line: Mapping[str, Any]) -> list[str]:
 
 def scores_table(table: pd.DataFrame) -> TextTable:
     """Every task's score, a column per policy and budget. table: of task_table."""
-    arms = table[["policy", "budget_tokens"]].drop_duplicates().to_dict("records")
+    arms = list(dict.fromkeys(arm_of(line) for line in lines_of(table)))
     lines = []
     for task, part in table.groupby("lm_task", sort=False):
         gated = bool(part["gated"].all())
         name = f"{task} †" if gated else str(task)
-        found = {(line["policy"], budget_of(line)): score_cell(line) for line in lines_of(part)}
-        cells = [found.get((str(arm["policy"]), budget_of(arm)), "") for arm in arms]
+        found = {arm_of(line): score_cell(line) for line in lines_of(part)}
+        cells = [found.get(arm, "") for arm in arms]
         lines.append([name, f"{part['n'].max():.0f}", *cells])
     note = (
         "lm-eval's scores; ▼ ▲ significantly below or above dense (Holm over tasks); † not ranked: "
         "the dense gate was not passed"
     )
-    head = [f"{arm['policy']} {budget_of(arm)}" for arm in arms]
-    return TextTable(["task", "n", *head], lines, note)
+    return TextTable(["task", "n", *arms], lines, note)
+
+
+def arm_of(line: Mapping[str, Any]) -> str:
+    """The policy, with its budget where it has one: what it read differs from task to task."""
+    if not math.isnan(line["budget_tokens"]):
+        return f"{line['policy']} {budget_of(line)}"
+    return f"{line['policy']} all" if line["is_dense"] else str(line["policy"])
 
 
 def score_cell(line: Mapping[str, Any]) -> str:
