@@ -28,7 +28,6 @@ from sparse_eval.policies.base import (
 from sparse_eval.policies.topk import top_pages
 
 GROUP_RULES = ("max", "sum", "softmax_sum", "per_head")
-METADATA_DTYPES = ("auto", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +70,20 @@ class ChannelScorePolicy(PageScorePolicy[ChannelState]):
     metadata_dtype: auto (the keys' own) or float32."""
 
     metadata_dtype: str = "auto"
+    metadata_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float32")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_of("metadata_dtype", self.metadata_dtype, METADATA_DTYPES)
+        check_one_of("metadata_dtype", self.metadata_dtype, self.metadata_dtypes)
 
     @abstractmethod
-    def summary(self, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Center and spread over the tokens of keys [..., page_size, D], stored in dtype."""
+    def summary(self, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The state's paged tensors over the tokens of keys [..., page_size, D]: center and spread,
+        stored in dtype."""
 
     def init(self, call: AttentionCall, prompt_queries_BWHD: Tensor | None = None) -> ChannelState:
         keys = pages_of_keys(call, self.page_size)
-        state = ChannelState(*self.summary(keys, self._dtype(keys)))
+        state = self.new_state(*self.summary(keys, self._dtype(keys)))
         state.grow(num_pages_of(call.capacity, self.page_size))
         return state
 
@@ -90,14 +91,17 @@ class ChannelScorePolicy(PageScorePolicy[ChannelState]):
         state.grow(num_pages_of(call.capacity, self.page_size))
         page_B, keys_BGLD = newest_full_page(call, self.page_size)
         row = torch.arange(page_B.shape[0], device=call.device)
-        center, spread = self.summary(keys_BGLD, self._dtype(keys_BGLD))
-        state.center_BGPD[row, :, page_B] = center
-        state.spread_BGPD[row, :, page_B] = spread
+        of_page = self.summary(keys_BGLD, self._dtype(keys_BGLD))
+        for name, x in zip(state.paged, of_page, strict=True):
+            getattr(state, name)[row, :, page_B] = x
 
     def score(self, call: AttentionCall, state: ChannelState) -> Tensor:
         center = query_page_products(call.q_BHD, state.center_BGPD)
         spread = query_page_products(call.q_BHD.abs(), state.spread_BGPD)
         return call.scale * (center + spread)
+
+    def new_state(self, *tensors: Tensor) -> ChannelState:
+        return ChannelState(*tensors)
 
     def _dtype(self, keys: Tensor) -> torch.dtype:
         return keys.dtype if self.metadata_dtype == "auto" else torch.float32
