@@ -402,6 +402,18 @@ def test_bad_arguments_are_refused_in_one_line(what):
     assert "\n" not in str(failure.value)
 
 
+def test_a_workspace_of_another_shape_is_refused_in_one_line():
+    call = make_call("cpu", [200])
+    state = policy().init(call)
+    tensors = (call.q_BHD, call.k_BGND, call.v_BGNE, state.center_BGPD, state.spread_BGPD)
+    rule = rule_of(policy(), call, 64) | {"backend": "torch"}
+    STEP(*tensors, None, call.lengths_B, workspace=step_workspace(1, 2, 13, "cpu"), **rule)
+    for wrong, message in (((2, 2, 13), "workspace.flags must be"), ((1, 2, 20), "workspace.keys")):
+        with pytest.raises(ValueError, match=message) as failure:
+            STEP(*tensors, None, call.lengths_B, workspace=step_workspace(*wrong, "cpu"), **rule)
+        assert "\n" not in str(failure.value)
+
+
 def test_a_rule_the_kernel_lacks_is_refused_not_replaced():
     with pytest.raises(ValueError, match="select_backend triton takes group max or sum"):
         Quest(group="softmax_sum", select_backend="triton")
