@@ -1,0 +1,89 @@
+"""The one door to top-δ selection over thumbnails: checks, then the backend that was asked for.
+
+Source of the method: Faster Flash Decoding, a write-up of 2-bit key thumbnails and top-δ selection.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparse_eval.kernels.ffd.reference import ffd_select_reference
+from sparse_eval.kernels.sparse_decode.api import check_backend
+from sparse_eval.kernels.sparse_decode.reference import gather_blocks
+from sparse_eval.kernels.thumbnail import Thumbnail, score_error_bound, thumbnail_scores
+from sparse_eval.kernels.thumbnail.api import check_keys, check_query
+from sparse_eval.kernels.thumbnail.reference import per_token
+
+PSEUDO_MAX = ("thumbnail", "exact")
+
+
+def ffd_select(
+    q: Tensor,
+    k: Tensor,
+    thumbnail: Thumbnail,
+    starts: Tensor | None,
+    lengths: Tensor,
+    *,
+    delta: float,
+    sink_pages: int,
+    local_pages: int,
+    scale: float,
+    backend: str,
+    pseudo_max: str = "thumbnail",
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The forced pages and every full page with a token within delta of the pseudo-max.
+
+    q: [B, H, D]; k, starts, lengths, block_table as in sparse_decode. Per query head: the
+    pseudo-max is the largest score of the sink and local pages, at most the row's own maximum, so
+    that the set can only grow; a token is kept when its score is no lower than pseudo-max - delta
+    (in units of scale · q·k); a page is read by a KV head when a head of its group keeps a token.
+    pseudo_max: "thumbnail", from thumbnail scores of full pages (no such page: all is read); or
+    "exact", from the keys k (read for it alone), each token's score raised by its error bound:
+    then every token whose exact score is within delta of the exact maximum is read.
+    Returns pages [B, G, P] int32, ascending, -1 = empty, P pages of capacity, counts [B, G] int32.
+    Waits for nothing. Raises ValueError on wrong arguments.
+    """
+    check_query(q, thumbnail, scale)
+    check_keys(k, thumbnail)
+    check_rule(delta, sink_pages, local_pages, pseudo_max)
+    if lengths.dtype != torch.int32 or lengths.shape != q.shape[:1]:
+        raise ValueError(
+            f"lengths must be int32 [{len(q)}], got {lengths.dtype} {list(lengths.shape)}"
+        )
+    check_backend(backend, q, k)
+    score = thumbnail_scores(q, thumbnail, scale)
+    slack = exact = None
+    if pseudo_max == "exact":
+        slack = score_error_bound(q, thumbnail, scale)
+        if block_table is not None:
+            k = gather_blocks(k, block_table)
+        if starts is not None:
+            token = starts.long()[:, None] + torch.arange(k.shape[2], device=k.device)
+            token = token.clamp_max(k.shape[2] - 1)[:, None, :, None]
+            k = k.expand(len(q), -1, -1, -1)
+            k = k.gather(2, token.expand(-1, k.shape[1], -1, k.shape[3]))
+        exact = scale * per_token(q, k.to(score.dtype))
+    return ffd_select_reference(
+        *(score, slack, exact, lengths),
+        page_size=thumbnail.page_size,
+        num_kv_heads=thumbnail.codes.shape[1],
+        delta=delta,
+        sink_pages=sink_pages,
+        local_pages=local_pages,
+    )
+
+
+def check_rule(delta: float, sink_pages: int, local_pages: int, pseudo_max: str) -> None:
+    if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not delta >= 0:
+        raise ValueError(f"delta must be a number >= 0 or inf, got {delta!r}")
+    for name, value, least in (("sink_pages", sink_pages, 0), ("local_pages", local_pages, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+    if pseudo_max not in PSEUDO_MAX:
+        raise ValueError(f"pseudo_max must be one of {', '.join(PSEUDO_MAX)}, got {pseudo_max!r}")
+    if math.isnan(delta):
+        raise ValueError(f"delta must be a number >= 0 or inf, got {delta!r}")

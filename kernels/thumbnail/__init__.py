@@ -1,0 +1,26 @@
+"""Keys in 2 or 4 bits (thumbnails) with an 8-bit residual: packing, extension, scores."""
+
+from sparse_eval.kernels.thumbnail.api import (
+    extend_thumbnail,
+    pack_residual,
+    pack_thumbnail,
+    score_error_bound,
+    thumbnail_scores,
+    unpack,
+    unpack_residual,
+)
+from sparse_eval.kernels.thumbnail.format import BITS, RULES, Residual, Thumbnail
+
+__all__ = [
+    "BITS",
+    "RULES",
+    "Residual",
+    "Thumbnail",
+    "extend_thumbnail",
+    "pack_residual",
+    "pack_thumbnail",
+    "score_error_bound",
+    "thumbnail_scores",
+    "unpack",
+    "unpack_residual",
+]
