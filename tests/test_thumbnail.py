@@ -1,4 +1,4 @@
-"""Thumbnails: the quantiser's promises, in-place extension, and the Triton kernels against torch."""
+"""Thumbnails: the quantiser, in-place extension, and the Triton kernels against torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_four_codes_to_a_byte_at_half_and_one_and_a_half_steps():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_packing_levels_gives_them_back_exactly(bits, rule, dtype):
     cells = torch.randint(2**bits, (2, 3, 32, 24), generator=torch.Generator().manual_seed(1))
-    cells[..., 0, :] = cells[..., 0] = 0  # every step rule sees the largest magnitude
+    cells[..., ::16, :] = cells[..., 0] = 0  # each step sees the largest magnitude
     level = ((cells + 0.5 - 2 ** (bits - 1)) * 0.25).to(dtype)
     outermost = 2 ** (bits - 1) - 0.5
     coverage = 2 ** (bits - 1) / outermost  # the outermost level is the largest magnitude
