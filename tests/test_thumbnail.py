@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparse_eval.kernels.thumbnail import (
+    Residual,
     Thumbnail,
     extend_thumbnail,
     pack_residual,
@@ -157,3 +159,77 @@ def test_keys_and_queries_of_other_shapes_are_refused():
         thumbnail_scores(
             torch.zeros(3, 2, 8), pack_thumbnail(torch.zeros(2, 2, 16, 8), page_size=8), 1.0
         )
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    if request.param == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip(
+            "the kernel is compiled in this process: set TRITON_INTERPRET=1 to interpret it"
+        )
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("bits", "rule"), FORMATS)
+def test_the_kernel_packs_bit_for_bit_as_torch_does(bits, rule, dtype, device):
+    k = keys(2, 2, 53, 24, dtype=dtype).to(device)
+    form: dict[str, Any] = {"page_size": 8, "bits": bits, "rule": rule, "capacity": 64}
+    for coverage in (1.0, 0.7):
+        t = pack_thumbnail(k, backend="triton", coverage=coverage, **form)
+        want = pack_thumbnail(k, coverage=coverage, **form)
+        assert torch.equal(t.codes, want.codes) and torch.equal(t.step, want.step)
+        left, left_want = pack_residual(k, t, backend="triton"), pack_residual(k, want)
+        differs = left.codes != left_want.codes
+        # a fused multiply-add may cross a cell's edge where float32 keys need rounding
+        assert not differs.any() or (dtype == torch.float32 and differs.float().mean() < 1e-3)
+
+
+@pytest.mark.parametrize("rule", ["token", "channel"])
+def test_the_kernel_extends_as_torch_does_also_from_a_shuffled_pool(rule, device):
+    k = keys(2, 2, 64, 16, dtype=torch.bfloat16).to(device)
+    table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32, device=device)
+    pool = torch.empty(4, 2, 32, 16, dtype=k.dtype, device=device)
+    for row in range(2):
+        for block in range(2):
+            pool[table[row, block]] = k[row, :, 32 * block : 32 * block + 32]
+    lengths = torch.tensor([48, 5], dtype=torch.int32, device=device)
+    want = pack_thumbnail(k[:, :, :40], page_size=8, rule=rule, capacity=64)
+    left = pack_residual(k[:, :, :40], want)
+    results = []
+    for cache, pages, backend in ((k, None, "torch"), (k, None, "triton"), (pool, table, "triton")):
+        t = want.with_tensors(want.codes.clone(), want.step.clone())
+        residual = Residual(left.codes.clone(), left.unit)
+        extend_thumbnail(
+            *(t, cache, None, lengths), residual=residual, block_table=pages, backend=backend
+        )
+        results.append((t.codes, t.step, residual.codes))
+    assert results[0][0][0, :, 40:48].any() and not results[0][0][1, :, 40:].any()
+    for got in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(got, results[0], strict=True))
+
+
+@pytest.mark.parametrize(("bits", "rule"), FORMATS)
+@pytest.mark.parametrize("group_size", [1, 6, 12])
+def test_the_kernel_scores_as_torch_does(group_size, bits, rule, device):
+    for dtype, head_dim in ((torch.float32, 24), (torch.bfloat16, 64), (torch.float16, 16)):
+        q = keys(3, 2 * group_size, head_dim, dtype=dtype, seed=2).to(device)
+        k = keys(1, 2, 40, head_dim, dtype=dtype).to(device)
+        t = pack_thumbnail(k, page_size=8, bits=bits, rule=rule)
+        score, want = thumbnail_scores(q, t, 0.25, backend="triton"), thumbnail_scores(q, t, 0.25)
+        torch.testing.assert_close(score, want, rtol=1e-4, atol=2e-3)
+
+
+def test_integer_queries_score_exactly(device):
+    q = torch.randint(-60, 60, (2, 4, 32), generator=torch.Generator().manual_seed(0)).float()
+    k = keys(2, 2, 32, 32).sign()  # steps of ½
+    t = pack_thumbnail(k.to(device), page_size=8)
+    score = thumbnail_scores(q.to(device), t, 0.25, backend="triton")
+    assert torch.equal(score, thumbnail_scores(q.to(device), t, 0.25))
+
+
+def test_the_kernel_refuses_pages_that_do_not_tile():
+    k = torch.zeros(1, 1, 24, 8)
+    with pytest.raises(ValueError, match="powers of two up to 512, got 12"):
+        pack_thumbnail(k, page_size=12, backend="triton")
+    assert pack_thumbnail(k, page_size=12).num_pages == 2

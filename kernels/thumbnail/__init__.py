@@ -9,13 +9,14 @@ from sparse_eval.kernels.thumbnail.api import (
     unpack,
     unpack_residual,
 )
-from sparse_eval.kernels.thumbnail.format import BITS, RULES, Residual, Thumbnail
+from sparse_eval.kernels.thumbnail.format import BITS, RULES, Residual, Thumbnail, can_use_triton
 
 __all__ = [
     "BITS",
     "RULES",
     "Residual",
     "Thumbnail",
+    "can_use_triton",
     "extend_thumbnail",
     "pack_residual",
     "pack_thumbnail",

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from sparse_eval.kernels.sparse_decode.api import check_backend
 from sparse_eval.kernels.thumbnail import reference
-from sparse_eval.kernels.thumbnail.format import BITS, RULES, Residual, Thumbnail, unit_of
+from sparse_eval.kernels.thumbnail.format import (
+    BITS,
+    MAX_TRITON_PAGE_SIZE,
+    RULES,
+    Residual,
+    Thumbnail,
+    can_use_triton,
+    unit_of,
+)
 
 
 def pack_thumbnail(
@@ -29,7 +37,7 @@ def pack_thumbnail(
     room for, N if None; pages that are not packed hold zeros.
     Raises ValueError on wrong arguments."""
     check_format(k, page_size, bits, rule, coverage)
-    check_backend(backend, k[0], k)
+    check_thumbnail_backend(backend, k[0], page_size)
     capacity = k.shape[2] if capacity is None else capacity
     if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < k.shape[2]:
         raise ValueError(f"capacity must be an integer >= {k.shape[2]} tokens, got {capacity!r}")
@@ -52,7 +60,7 @@ def pack_residual(k: Tensor, thumbnail: Thumbnail, *, backend: str = "torch") ->
 
     Room for as many tokens as the thumbnail has; each error is at most half a residual step."""
     check_keys(k, thumbnail)
-    check_backend(backend, k[0], k)
+    check_thumbnail_backend(backend, k[0], thumbnail.page_size)
     shape = (*thumbnail.codes.shape[:3], thumbnail.head_dim)
     codes = torch.zeros(shape, dtype=torch.uint8, device=k.device)
     residual = Residual(codes, unit_of(thumbnail))
@@ -65,6 +73,13 @@ def pack_residual(k: Tensor, thumbnail: Thumbnail, *, backend: str = "torch") ->
 def fill(thumbnail: Thumbnail, residual: Residual | None, k: Tensor, backend: str) -> None:
     """Packs whole pages of k into the first ones of the thumbnail, or of its residual if given."""
     t, num_tokens = thumbnail, k.shape[2]
+    if backend == "triton":
+        from sparse_eval.kernels.thumbnail.launch import pack_triton
+
+        pages = num_tokens // t.page_size
+        is_first = residual is None
+        pack_triton(t, residual, k, None, None, None, num_pages=pages, write_codes=is_first)
+        return
     num_steps = num_tokens if t.rule == "token" else num_tokens // t.page_size
     if residual is None:
         form = (t.page_size, t.bits, t.rule, t.coverage)
@@ -89,7 +104,12 @@ def extend_thumbnail(
     k, starts, lengths, block_table as in sparse_decode; rows without a full page are left alone.
     Page p of row b is [starts + p · page_size, …), so a thumbnail's token 0 is a row's first."""
     check_keys(k, thumbnail)
-    check_backend(backend, k[0], k)
+    check_thumbnail_backend(backend, k[0], thumbnail.page_size)
+    if backend == "triton":
+        from sparse_eval.kernels.thumbnail.launch import pack_triton
+
+        pack_triton(thumbnail, residual, k, starts, lengths, block_table)
+        return
     codes = None if residual is None else residual.codes
     reference.extend_reference(
         *(thumbnail, codes, unit_of(thumbnail), k, starts, lengths, block_table)
@@ -113,7 +133,11 @@ def thumbnail_scores(
 
     q: [B, H, D]; the thumbnail's batch is B or 1. What is not packed scores 0: mask it."""
     check_query(q, thumbnail, scale)
-    check_backend(backend, q, q[None])
+    check_thumbnail_backend(backend, q, thumbnail.page_size)
+    if backend == "triton":
+        from sparse_eval.kernels.thumbnail.launch import scores_triton
+
+        return scores_triton(q, thumbnail, scale)
     return reference.scores_reference(q, thumbnail, scale)
 
 
@@ -165,3 +189,13 @@ def check_query(q: Tensor, thumbnail: Thumbnail, scale: float) -> None:
         raise ValueError(f"the thumbnail must have batch {len(q)} (q's) or 1, got {batch}")
     if not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
+
+
+def check_thumbnail_backend(backend: str, x: Tensor, page_size: int) -> None:
+    """x: [.., .., D], of the dtype and device that the kernel would read."""
+    check_backend(backend, x, x[None])
+    if backend == "triton" and not can_use_triton(page_size):
+        raise ValueError(
+            f"backend 'triton' takes page sizes that are powers of two up to "
+            f"{MAX_TRITON_PAGE_SIZE}, got {page_size}; use backend 'torch'"
+        )

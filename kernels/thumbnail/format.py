@@ -13,6 +13,7 @@ from torch import Tensor
 
 BITS = (2, 4)
 RULES = ("token", "channel")
+MAX_TRITON_PAGE_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,8 @@ class Residual:
 def unit_of(thumbnail: Thumbnail) -> float:
     """The residual's step in thumbnail steps."""
     return thumbnail.reach / 128
+
+
+def can_use_triton(page_size: int) -> bool:
+    """Whether the triton backend has tiles of whole pages of this size."""
+    return page_size & (page_size - 1) == 0 and page_size <= MAX_TRITON_PAGE_SIZE

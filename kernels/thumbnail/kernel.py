@@ -1,0 +1,351 @@
+"""Thumbnails in Triton: pack pages, and score packed keys with integer products.
+
+A query is rounded once to 15-bit integers of a power of two and split into two signed bytes, so
+that a score is two exact byte products and codes never become floats: four codes of a byte plane
+come out of a register by one mask.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_eval.kernels.quest_select.kernel import round_up
+from sparse_eval.kernels.sparse_decode.kernel import locate, pdl_launch, pdl_wait
+
+
+@triton.jit
+def code_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.constexpr):
+    """Codes number PLANE of each byte, as int8."""
+    if INTERPRET:
+        code = ((x >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.int8)
+    elif BITS == 4:
+        if PLANE == 0:
+            code = tl.inline_asm_elementwise(
+                "and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4
+            )
+        else:
+            code = tl.inline_asm_elementwise(
+                "{.reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F;}",
+                "=r,r",
+                [x],
+                dtype=tl.int8,
+                is_pure=True,
+                pack=4,
+            )
+    elif PLANE == 0:
+        code = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x03030303;", "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4
+        )
+    elif PLANE == 1:
+        code = tl.inline_asm_elementwise(
+            "{.reg .b32 t; shr.u32 t, $1, 2; and.b32 $0, t, 0x03030303;}",
+            "=r,r",
+            [x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    elif PLANE == 2:
+        code = tl.inline_asm_elementwise(
+            "{.reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x03030303;}",
+            "=r,r",
+            [x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        code = tl.inline_asm_elementwise(
+            "{.reg .b32 t; shr.u32 t, $1, 6; and.b32 $0, t, 0x03030303;}",
+            "=r,r",
+            [x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return code
+
+
+@triton.jit
+def byte_dot(x, y, INTERPRET: tl.constexpr):
+    """x @ y of int8 in int32."""
+    if INTERPRET:  # its int8 products are taken in int8
+        z = tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee").to(tl.int32)
+    else:
+        z = tl.dot(x, y, out_dtype=tl.int32)
+    return z
+
+
+@triton.jit
+def load_planes(
+    row_ptrs, stride, D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, offs_c, mask
+):
+    """float32 values of channels offs_c + i · C for each plane i, as a tuple; 0 outside."""
+    p0 = tl.load(row_ptrs + offs_c * stride, mask=mask, other=0.0).to(tl.float32)
+    p1 = tl.load(row_ptrs + (offs_c + C) * stride, mask=mask, other=0.0).to(tl.float32)
+    if BITS == 2:
+        p2 = tl.load(row_ptrs + (offs_c + 2 * C) * stride, mask=mask, other=0.0).to(tl.float32)
+        p3 = tl.load(row_ptrs + (offs_c + 3 * C) * stride, mask=mask, other=0.0).to(tl.float32)
+        planes = (p0, p1, p2, p3)
+    else:
+        planes = (p0, p1)
+    return planes
+
+
+@triton.jit
+def planes_max(planes, BITS: tl.constexpr, AXIS: tl.constexpr):
+    """The largest magnitude over the channels, which lie along AXIS."""
+    m = tl.maximum(tl.abs(planes[0]), tl.abs(planes[1]))
+    if BITS == 2:
+        m = tl.maximum(m, tl.maximum(tl.abs(planes[2]), tl.abs(planes[3])))
+    return tl.max(m, AXIS)
+
+
+@triton.jit
+def planes_norm(planes, BITS: tl.constexpr, AXIS: tl.constexpr):
+    """The sum of magnitudes over the channels."""
+    m = tl.abs(planes[0]) + tl.abs(planes[1])
+    if BITS == 2:
+        m += tl.abs(planes[2]) + tl.abs(planes[3])
+    return tl.sum(m, AXIS)
+
+
+@triton.jit
+def integer_planes(planes, BITS: tl.constexpr, AXIS: tl.constexpr):
+    """Planes as integers below 2^14 in magnitude: (high bytes, low bytes, unit, sum), where
+    plane = unit · (256 · high + low) up to half a unit, and sum is that of the integers. unit is a
+    power of two per head, so what has few bits stays exact."""
+    exponent = planes_max(planes, BITS, AXIS).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 15), 254)
+    unit = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+    inverse = tl.expand_dims(((267 - exponent) << 23).to(tl.float32, bitcast=True), AXIS)
+    h0, l0, sum0 = split_bytes(planes[0] * inverse)
+    h1, l1, sum1 = split_bytes(planes[1] * inverse)
+    total = sum0 + sum1
+    if BITS == 2:
+        h2, l2, sum2 = split_bytes(planes[2] * inverse)
+        h3, l3, sum3 = split_bytes(planes[3] * inverse)
+        total += sum2 + sum3
+        high = (h0, h1, h2, h3)
+        low = (l0, l1, l2, l3)
+    else:
+        high = (h0, h1)
+        low = (l0, l1)
+    return high, low, unit, tl.sum(total, AXIS).to(tl.float32)
+
+
+@triton.jit
+def split_bytes(x):
+    n = tl.floor(x + 0.5).to(tl.int32)
+    low = ((n + 128) & 255) - 128
+    return ((n - low) >> 8).to(tl.int8), low.to(tl.int8), n
+
+
+@triton.jit
+def code_products(x, high, low, BITS: tl.constexpr, INTERPRET: tl.constexpr):
+    """Σ code · integer of each key of x [N, C] and head, as int32 [N, heads]; exact."""
+    c0 = code_plane(x, 0, BITS, INTERPRET)
+    c1 = code_plane(x, 1, BITS, INTERPRET)
+    h = byte_dot(c0, high[0], INTERPRET) + byte_dot(c1, high[1], INTERPRET)
+    l = byte_dot(c0, low[0], INTERPRET) + byte_dot(c1, low[1], INTERPRET)  # noqa: E741
+    if BITS == 2:
+        c2 = code_plane(x, 2, BITS, INTERPRET)
+        c3 = code_plane(x, 3, BITS, INTERPRET)
+        h += byte_dot(c2, high[2], INTERPRET) + byte_dot(c3, high[3], INTERPRET)
+        l += byte_dot(c2, low[2], INTERPRET) + byte_dot(c3, low[3], INTERPRET)
+    return h * 256 + l
+
+
+@triton.jit
+def score_keys(
+    x,  # [N, C] codes
+    step,  # [N] float32; not used by rule channel
+    integers,
+    scale,
+    slack,  # [heads], added to a score per unit of step
+    BITS: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Scores of packed keys, [N, heads] float32."""
+    high, low, unit, total = integers
+    products = code_products(x, high, low, BITS, INTERPRET).to(tl.float32)
+    factor = unit * scale
+    offset = total * (0.5 - (1 << (BITS - 1))) * factor + slack
+    s = products * factor[None, :] + offset[None, :]
+    if not CHANNEL:
+        s = s * step[:, None]
+    return s
+
+
+@triton.jit
+def page_integers(planes, step_ptr, C: tl.constexpr, BITS: tl.constexpr, offs_c, mask_c):
+    """Rule channel: the query's planes times a page's steps, as integers; and the sum of the
+    products' magnitudes, which bounds the error."""
+    s = load_planes(step_ptr, 1, 0, C, BITS, offs_c[:, None], mask_c[:, None])
+    if BITS == 2:
+        scaled = (planes[0] * s[0], planes[1] * s[1], planes[2] * s[2], planes[3] * s[3])
+    else:
+        scaled = (planes[0] * s[0], planes[1] * s[1])
+    return integer_planes(scaled, BITS, 0), planes_norm(scaled, BITS, 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "group_size"])
+def score_kernel(
+    q_ptr,  # [B, H, D]
+    codes_ptr,  # [B or 1, G, num_tokens, C]
+    step_ptr,  # [B or 1, G, num_tokens] or [B or 1, G, pages, D]
+    out_ptr,  # [B, H, num_tokens] float32
+    scale,
+    num_tokens,
+    group_size,
+    stride_qb,
+    stride_qh,
+    stride_qd,
+    codes_batch,  # 0 over a batch of one, else G
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # tokens a program scores; of one page under rule channel
+):
+    """Grid (tiles, G, B): scores of every token of capacity."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    offs_h = tl.arange(0, BLOCK_H)
+    offs_c = tl.arange(0, BLOCK_C)
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_h, mask_c = offs_h < group_size, offs_c < C
+    head = (kv_head * group_size + offs_h).to(tl.int64)
+    planes = load_planes(
+        q_ptr + row * stride_qb + head[None, :] * stride_qh,
+        *(stride_qd, D, C, BITS, offs_c[:, None], mask_c[:, None] & mask_h[None, :]),
+    )
+    cache = row * codes_batch + kv_head
+    codes_ptr += cache * num_tokens * C
+    mask_n = offs_n < num_tokens
+    x = tl.load(
+        codes_ptr + offs_n.to(tl.int64)[:, None] * C + offs_c,
+        mask=mask_n[:, None] & mask_c,
+        other=0,
+    )
+    if CHANNEL:
+        page = cache * (num_tokens // PAGE_SIZE) + tile * BLOCK_N // PAGE_SIZE
+        integers, _ = page_integers(planes, step_ptr + page * D, C, BITS, offs_c, mask_c)
+        step = 0.0
+    else:
+        integers = integer_planes(planes, BITS, 0)
+        step = tl.load(step_ptr + cache * num_tokens + offs_n, mask=mask_n, other=0.0)
+        step = step.to(tl.float32)
+    no_slack = tl.zeros([BLOCK_H], tl.float32)
+    s = score_keys(x, step, integers, scale, no_slack, BITS, CHANNEL, INTERPRET)
+    out_ptr += (row * tl.num_programs(1) * group_size + head)[None, :] * num_tokens
+    tl.store(out_ptr + offs_n[:, None], s, mask=mask_n[:, None] & mask_h[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_page"])
+def pack_kernel(
+    k_ptr,  # [batch or block, G, token, D]
+    starts_ptr,  # [B], None = 0
+    lengths_ptr,  # [B], None = page number program_id(2) + first_page
+    table_ptr,  # [B, blocks], None = a contiguous cache
+    codes_ptr,  # [B or 1, G, num_tokens, C]
+    step_ptr,  # [B or 1, G, num_tokens] or [B or 1, G, pages, D]
+    residual_ptr,  # [B or 1, G, num_tokens, D], None
+    coverage,  # of the largest magnitude, over 2^(BITS - 1)
+    unit,
+    num_tokens,
+    first_page,
+    stride_tb,
+    stride_kb,
+    stride_kg,
+    stride_kn,
+    stride_kd,
+    codes_batch,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    WRITE_CODES: tl.constexpr,  # False: codes and steps stand, the residual is written
+    PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """Grid (B, G, pages): one page, or each row's newest full page where lengths are given."""
+    pdl_launch(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    page = tl.program_id(2) + first_page
+    length = num_tokens
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + row)
+        page = length // PAGE_SIZE - 1
+    if page >= 0:
+        start = 0
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + row)
+        offs_t = tl.arange(0, BLOCK_TOKENS)
+        offs_c = tl.arange(0, BLOCK_C)
+        k_ptr += kv_head.to(tl.int64) * stride_kg
+        if table_ptr is None:
+            k_ptr += row * stride_kb
+        else:
+            table_ptr += row * stride_tb
+        first = page * PAGE_SIZE
+        lists = (None, table_ptr, start, length, 0)
+        block, token, _ = locate(
+            first + offs_t, first, lists, PAGE_SIZE, BLOCK_SIZE, False, BLOCK_TOKENS
+        )
+        mask_t, mask_c = offs_t < PAGE_SIZE, offs_c < C
+        mask = mask_t[:, None] & mask_c
+        planes = load_planes(
+            k_ptr + (block * stride_kb + token * stride_kn)[:, None],
+            *(stride_kd, D, C, BITS, offs_c[None, :], mask),
+        )
+        cache = row * codes_batch + kv_head
+        offs_key = cache * num_tokens + first + offs_t
+        codes_ptr += offs_key[:, None] * C + offs_c
+        if residual_ptr is not None:
+            residual_ptr += offs_key[:, None] * D + offs_c
+        if CHANNEL:
+            step_ptr += (cache * (num_tokens // PAGE_SIZE) + page) * D + offs_c
+            mask_step = mask_c
+            largest = tl.max(tl.abs(planes[0]), 0)
+        else:
+            step_ptr += offs_key
+            mask_step = mask_t
+            largest = planes_max(planes, BITS, 1)
+        byte = tl.zeros([BLOCK_TOKENS, BLOCK_C], tl.int32)
+        for i in tl.static_range(8 // BITS):
+            if CHANNEL:
+                largest = tl.max(tl.abs(planes[i]), 0)
+                place = step_ptr + i * C
+            else:
+                place = step_ptr
+            if WRITE_CODES:
+                step = round_up((largest * coverage).to(tl.float64), step_ptr.dtype.element_ty)
+                tl.store(place, step, mask=mask_step)
+            else:
+                step = tl.load(place, mask=mask_step, other=0.0)
+            if CHANNEL:
+                wide = step.to(tl.float32)[None, :]
+            else:
+                wide = step.to(tl.float32)[:, None]
+            code = tl.zeros([BLOCK_TOKENS, BLOCK_C], tl.int32)
+            for cell in tl.static_range(1 - (1 << (BITS - 1)), 1 << (BITS - 1)):
+                code += (planes[i] >= cell * wide).to(tl.int32)
+            byte |= code << (i * BITS)
+            if residual_ptr is not None:
+                left = planes[i] - (code.to(tl.float32) + (0.5 - (1 << (BITS - 1)))) * wide
+                fine = wide * unit
+                rest = tl.floor(tl.div_rn(left, tl.where(fine > 0, fine, 1.0)))
+                rest = tl.minimum(tl.maximum(rest + 128, 0), 255)
+                tl.store(residual_ptr + i * C, rest.to(tl.uint8), mask=mask)
+        if WRITE_CODES:
+            tl.store(codes_ptr, byte.to(tl.uint8), mask=mask)
