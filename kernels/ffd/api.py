@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from sparse_eval.kernels.ffd.reference import ffd_select_reference
-from sparse_eval.kernels.sparse_decode.api import check_backend
 from sparse_eval.kernels.sparse_decode.reference import gather_blocks
 from sparse_eval.kernels.thumbnail import Thumbnail, score_error_bound, thumbnail_scores
-from sparse_eval.kernels.thumbnail.api import check_keys, check_query
+from sparse_eval.kernels.thumbnail.api import (
+    check_keys,
+    check_query,
+    check_thumbnail_backend,
+)
 from sparse_eval.kernels.thumbnail.reference import per_token
 
 PSEUDO_MAX = ("thumbnail", "exact")
@@ -54,7 +57,19 @@ def ffd_select(
         raise ValueError(
             f"lengths must be int32 [{len(q)}], got {lengths.dtype} {list(lengths.shape)}"
         )
-    check_backend(backend, q, k)
+    check_thumbnail_backend(backend, q, thumbnail.page_size)
+    if backend == "triton":
+        from sparse_eval.kernels.ffd.launch import ffd_select_triton
+
+        return ffd_select_triton(
+            *(q, k, thumbnail, starts, lengths),
+            delta=delta,
+            sink_pages=sink_pages,
+            local_pages=local_pages,
+            scale=scale,
+            pseudo_max=pseudo_max,
+            block_table=block_table,
+        )
     score = thumbnail_scores(q, thumbnail, scale)
     slack = exact = None
     if pseudo_max == "exact":

@@ -42,8 +42,7 @@ def ffd_select_reference(
         pseudo_max = exact_BHN.nan_to_num(nan=-torch.inf).masked_fill(~usable, -torch.inf).amax(2)
     if slack_BHN is not None:
         paged_BHPL = (score_BHN + slack_BHN).unflatten(2, (num_pages, page_size))
-    below = paged_BHPL < (pseudo_max - delta)[..., None, None]
-    keep_BHP = ~below.all(3)  # so a NaN is read
+    keep_BHP = (paged_BHPL >= (pseudo_max - delta)[..., None, None]).any(3)
     keep_BGP = keep_BHP.unflatten(1, (num_kv_heads, -1)).any(2)
     keep_BGP = (keep_BGP & full_BP[:, None]) | forced_BP[:, None]
 

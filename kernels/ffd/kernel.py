@@ -1,0 +1,319 @@
+"""Top-δ selection in Triton: scan the packed keys against the pseudo-max, then compact page ids.
+
+The scan leaves one byte per page and a count per program, over ranges of pages that compaction cuts
+the same way, so every program knows where its ids go: no atomics, equal input gives equal lists.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_eval.kernels.sparse_decode.kernel import locate, pdl_launch, pdl_wait
+from sparse_eval.kernels.thumbnail.kernel import (
+    integer_planes,
+    load_planes,
+    page_integers,
+    planes_norm,
+    score_keys,
+)
+
+RULE = ["num_pages", "num_tokens", "group_size", "sink_pages", "local_pages"]
+
+
+@triton.jit(do_not_specialize=RULE)
+def scan_kernel(
+    q_ptr,  # [B, H, D]
+    codes_ptr,  # [B or 1, G, num_pages · PAGE_SIZE, C]
+    step_ptr,  # [B or 1, G, num_pages · PAGE_SIZE] or [B or 1, G, num_pages, D]
+    k_ptr,  # [batch or block, G, token, D], read with EXACT alone
+    starts_ptr,  # [B], None = 0
+    lengths_ptr,  # [B]
+    table_ptr,  # [B, blocks], None = k is a contiguous cache
+    flags_ptr,  # [B, G, num_pages] uint8: a visible page is read
+    sums_ptr,  # [B, G, programs] int32: how many of a program's pages are
+    scale,
+    delta,
+    reach,  # error of a coordinate, in steps, at most
+    num_pages,
+    num_tokens,  # k's extent
+    group_size,
+    sink_pages,
+    local_pages,
+    stride_tb,
+    stride_qb,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kg,
+    stride_kn,
+    stride_kd,
+    codes_batch,  # 0 over a batch of one, else G
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    EXACT: tl.constexpr,  # the pseudo-max is of exact scores, the others are raised by their bound
+    INTERPRET: tl.constexpr,
+    PDL: tl.constexpr,
+    CHAINED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_F: tl.constexpr,  # forced tokens a step of the pseudo-max takes
+    BLOCK_N: tl.constexpr,  # tokens of a tile: whole pages
+):
+    """Grid (programs, G, B)."""
+    pdl_launch(PDL)
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    offs_h = tl.arange(0, BLOCK_H)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_h, mask_c = offs_h < group_size, offs_c < C
+    head = (kv_head * group_size + offs_h).to(tl.int64)
+    q_ptr += row * stride_qb + head[None, :] * stride_qh
+    planes = load_planes(
+        *(q_ptr, stride_qd, D, C, BITS, offs_c[:, None], mask_c[:, None] & mask_h[None, :])
+    )  # [BLOCK_C, BLOCK_H]
+    length = tl.load(lengths_ptr + row)
+    num_visible = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
+    num_full = tl.minimum(length // PAGE_SIZE, num_pages)
+    cache = row * codes_batch + kv_head
+    codes_ptr += cache * num_pages * PAGE_SIZE * C
+    if CHANNEL:
+        step_ptr += cache * num_pages * D
+    else:
+        step_ptr += cache * num_pages * PAGE_SIZE
+    integers = integer_planes(planes, BITS, 0)
+    slack = tl.zeros([BLOCK_H], tl.float32)
+    if EXACT:
+        slack += planes_norm(planes, BITS, 0) * tl.abs(scale) * reach
+    query = (planes, integers, slack, scale)
+    cached = (codes_ptr, step_ptr, num_full)
+
+    pdl_wait(CHAINED)
+    if EXACT:
+        start = 0
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + row)
+        k_ptr += kv_head.to(tl.int64) * stride_kg
+        if table_ptr is None:
+            k_ptr += row * stride_kb
+        else:
+            table_ptr += row * stride_tb
+        offs_d = tl.arange(0, BLOCK_D)
+        q = tl.load(
+            q_ptr + offs_d[:, None] * stride_qd,
+            mask=(offs_d < D)[:, None] & mask_h[None, :],
+            other=0.0,
+        )
+        live = tl.minimum(length, num_tokens - start)
+        lists = (None, table_ptr, start, live, 0)
+        keys = (k_ptr, lists, (stride_kb, stride_kn, stride_kd), q)
+
+    first_local = tl.maximum(num_visible - local_pages, 0)
+    pseudo_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    forced = (tl.minimum(sink_pages, num_visible) + num_visible - first_local) * PAGE_SIZE
+    at = 0
+    while at < forced:
+        offs_f = at + tl.arange(0, BLOCK_F)
+        sinks = tl.minimum(sink_pages, num_visible) * PAGE_SIZE
+        position = tl.where(offs_f < sinks, offs_f, offs_f - sinks + first_local * PAGE_SIZE)
+        mask_f = offs_f < forced
+        if EXACT:
+            s = exact_scores(
+                *(position, mask_f, keys, scale, D, PAGE_SIZE, BLOCK_SIZE),
+                *(INTERPRET, BLOCK_D, BLOCK_F),
+            )
+            mask_f &= position < live
+        else:
+            mask_f &= position < num_full * PAGE_SIZE
+            page = tl.where(at < sinks, at, at - sinks + first_local * PAGE_SIZE) // PAGE_SIZE
+            s = thumbnail_tile(
+                *(position, mask_f, page, query, cached, D, C, BITS, PAGE_SIZE, CHANNEL),
+                *(False, INTERPRET, BLOCK_C, BLOCK_H),
+            )
+        s = tl.where(mask_f[:, None], s, float("-inf"))
+        pseudo_max = tl.maximum(pseudo_max, tl.max(s, 0))
+        at += BLOCK_F
+    threshold = tl.where(mask_h, pseudo_max - delta, float("inf"))
+
+    flags_ptr += (row * tl.num_programs(1) + kv_head) * num_pages
+    sums_ptr += (row * tl.num_programs(1) + kv_head) * tl.num_programs(0)
+    TILE_PAGES: tl.constexpr = BLOCK_N // PAGE_SIZE
+    num_tiles = (num_visible + TILE_PAGES - 1) // TILE_PAGES
+    tile = program * num_tiles // tl.num_programs(0)
+    end = (program + 1) * num_tiles // tl.num_programs(0)
+    count = tl.zeros([TILE_PAGES], tl.int32)
+    pages = (num_visible, sink_pages, first_local, threshold, flags_ptr)
+    if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
+        while tile < end:
+            count += scan_tile(
+                *(tile, query, cached, pages, D, C, BITS, PAGE_SIZE, CHANNEL, EXACT, INTERPRET),
+                *(BLOCK_C, BLOCK_H, BLOCK_N),
+            )
+            tile += 1
+    else:
+        for i in tl.range(tile, end):
+            count += scan_tile(
+                *(i, query, cached, pages, D, C, BITS, PAGE_SIZE, CHANNEL, EXACT, INTERPRET),
+                *(BLOCK_C, BLOCK_H, BLOCK_N),
+            )
+    tl.store(sums_ptr + program, tl.sum(count, 0))
+
+
+@triton.jit
+def scan_tile(
+    tile,
+    query,
+    cached,
+    pages,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    EXACT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Stores the flags of a tile's pages; returns them as int32."""
+    num_visible, sink_pages, first_local, threshold, flags_ptr = pages
+    num_full = cached[2]
+    TILE_PAGES: tl.constexpr = BLOCK_N // PAGE_SIZE
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    s = thumbnail_tile(
+        *(offs_n, offs_n < num_full * PAGE_SIZE, tile * TILE_PAGES, query, cached),
+        *(D, C, BITS, PAGE_SIZE, CHANNEL, EXACT, INTERPRET, BLOCK_C, BLOCK_H),
+    )
+    above = s - threshold[None, :]  # what is no higher than -inf - -inf is below
+    best = tl.max(above, 1)  # [BLOCK_N]
+    if PAGE_SIZE > 1:
+        best = tl.max(tl.reshape(best, [TILE_PAGES, PAGE_SIZE]), 1)
+    page = tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
+    is_forced = (page < sink_pages) | (page >= first_local)
+    keep = ((best >= 0) & (page < num_full)) | is_forced
+    keep = (keep & (page < num_visible)).to(tl.int32)
+    tl.store(flags_ptr + page, keep.to(tl.uint8), mask=page < num_visible)
+    return keep
+
+
+@triton.jit
+def thumbnail_tile(
+    offs_n,
+    mask_n,
+    page,
+    query,
+    cached,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    RAISE: tl.constexpr,  # by the error bound
+    INTERPRET: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Scores of the packed tokens offs_n, of page `page` alone under rule channel."""
+    planes, integers, slack, scale = query
+    codes_ptr, step_ptr, _ = cached
+    offs_c = tl.arange(0, BLOCK_C)
+    x = tl.load(
+        codes_ptr + offs_n.to(tl.int64)[:, None] * C + offs_c,
+        mask=mask_n[:, None] & (offs_c < C),
+        other=0,
+    )  # [N, BLOCK_C]
+    if CHANNEL:
+        integers, norm = page_integers(
+            planes, step_ptr + page.to(tl.int64) * D, C, BITS, offs_c, offs_c < C
+        )
+        if RAISE:
+            slack = slack / tl.maximum(planes_norm(planes, BITS, 0), 1e-30) * norm
+        step = 0.0
+    else:
+        step = tl.load(step_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    return score_keys(x, step, integers, scale, slack, BITS, CHANNEL, INTERPRET)
+
+
+@triton.jit
+def exact_scores(
+    position,
+    mask,
+    keys,
+    scale,
+    D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """scale · q·k of the keys at these positions, [BLOCK_F, heads]; anything outside the mask."""
+    k_ptr, lists, strides, q = keys
+    stride_kb, stride_kn, stride_kd = strides
+    offs_d = tl.arange(0, BLOCK_D)
+    block, token, read = locate(position, 0, lists, PAGE_SIZE, BLOCK_SIZE, False, BLOCK_F)
+    k = tl.load(
+        k_ptr + (block * stride_kb + token * stride_kn)[:, None] + offs_d * stride_kd,
+        mask=(mask & read)[:, None] & (offs_d < D),
+        other=0.0,
+    )
+    if INTERPRET:
+        k = k.to(tl.float32)
+        q = q.to(tl.float32)
+    return tl.dot(k, q, input_precision="ieee") * scale
+
+
+@triton.jit(do_not_specialize=["num_pages"])
+def compact_kernel(
+    flags_ptr,  # [B, G, num_pages] uint8
+    sums_ptr,  # [B, G, programs] int32
+    lengths_ptr,  # [B]
+    pages_ptr,  # [B, G, num_pages] int32
+    counts_ptr,  # [B, G] int32
+    num_pages,
+    PAGE_SIZE: tl.constexpr,
+    TILE_PAGES: tl.constexpr,  # of the scan, whose ranges of pages these are
+    PDL: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
+    BLOCK_PAGES: tl.constexpr,
+):
+    """Grid (programs, G, B) of the scan: each writes the ids of its kept pages, and its share of
+    the empty slots."""
+    pdl_launch(PDL)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    row = tl.program_id(2).to(tl.int64)
+    row_list = row * tl.num_programs(1) + tl.program_id(1)
+    length = tl.load(lengths_ptr + row)
+    num_visible = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
+    num_tiles = (num_visible + TILE_PAGES - 1) // TILE_PAGES
+    first = program * num_tiles // programs * TILE_PAGES
+    end = tl.minimum((program + 1) * num_tiles // programs * TILE_PAGES, num_visible)
+    flags_ptr += row_list * num_pages
+    pages_ptr += row_list * num_pages
+    other = tl.arange(0, BLOCK_SUMS)
+
+    pdl_wait(PDL)
+    sums = tl.load(sums_ptr + row_list * programs + other, mask=other < programs, other=0)
+    total = tl.sum(sums, 0)
+    slot = tl.sum(tl.where(other < program, sums, 0), 0)
+    while first < end:
+        page = first + tl.arange(0, BLOCK_PAGES)
+        keep = tl.load(flags_ptr + page, mask=page < end, other=0).to(tl.int32)
+        before = tl.cumsum(keep, 0) - keep
+        tl.store(pages_ptr + slot + before, page, mask=keep > 0)
+        slot += tl.sum(keep, 0)
+        first += BLOCK_PAGES
+    empty = program * num_pages // programs
+    end = (program + 1) * num_pages // programs
+    while empty < end:
+        slots = empty + tl.arange(0, BLOCK_PAGES)
+        tl.store(pages_ptr + slots, -1, mask=(slots >= total) & (slots < end))
+        empty += BLOCK_PAGES
+    if program == 0:
+        tl.store(counts_ptr + row_list, total)

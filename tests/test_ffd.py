@@ -1,0 +1,209 @@
+"""Top-δ selection over thumbnails: its promises, and the Triton kernels against torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_eval.kernels.ffd import ffd_select
+from sparse_eval.kernels.thumbnail import Thumbnail, pack_thumbnail, thumbnail_scores
+
+INF = math.inf
+RULE: dict[str, Any] = {"delta": 2.0, "sink_pages": 1, "local_pages": 2, "scale": 0.25}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    if request.param == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip(
+            "the kernel is compiled in this process: set TRITON_INTERPRET=1 to interpret it"
+        )
+    return request.param
+
+
+def draw(*shape: int, seed: int = 0, integers: bool = False) -> Tensor:
+    """Random numbers; integers make every thumbnail score exact, with many ties."""
+    rng = torch.Generator().manual_seed(seed)
+    if integers:
+        return torch.randint(-1, 2, shape, generator=rng).float()
+    return torch.randn(shape, generator=rng)
+
+
+def make_case(
+    device: str,
+    lengths: list[int],
+    *,
+    group_size: int = 3,
+    tokens: int = 100,
+    head_dim: int = 16,
+    page_size: int = 8,
+    rows_of_one: bool = False,
+    integers: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **form: Any,
+) -> dict[str, Any]:
+    """Arguments of ffd_select; what lies beyond a row's end is packed garbage."""
+    batch = 1 if rows_of_one else len(lengths)
+    q = draw(len(lengths), 2 * group_size, head_dim, seed=seed, integers=integers)
+    k = draw(batch, 2, tokens, head_dim, seed=seed + 1, integers=integers)
+    k, q = k.to(device, dtype), q.to(device, dtype)
+    return {
+        "q": q,
+        "k": k,
+        "thumbnail": pack_thumbnail(k, page_size=page_size, **form),
+        "starts": None,
+        "lengths": torch.tensor(lengths, dtype=torch.int32, device=device),
+    }
+
+
+def listed(pages: Tensor, counts: Tensor) -> list[list[int]]:
+    """Each list's pages, after checking its form: ascending, -1 behind, as many as counted."""
+    lists = []
+    for list_, count in zip(pages.flatten(0, 1).tolist(), counts.flatten().tolist(), strict=True):
+        kept = list_[:count]
+        assert kept == sorted(set(kept)) and min(kept, default=0) >= 0
+        assert all(page == -1 for page in list_[count:])
+        lists.append(kept)
+    return lists
+
+
+def kept_by_hand(case: dict[str, Any], delta: float, true_max: bool = False) -> list[list[int]]:
+    """Token by token, in Python."""
+    t: Thumbnail = case["thumbnail"]
+    q, group = case["q"], case["q"].shape[1] // t.codes.shape[1]
+    score = thumbnail_scores(q, t, RULE["scale"])
+    lists = []
+    for row, length in enumerate(case["lengths"].tolist()):
+        pages = -(-length // t.page_size)
+        forced = set(range(min(RULE["sink_pages"], pages)))
+        forced |= set(range(max(pages - RULE["local_pages"], 0), pages))
+        full = length // t.page_size
+        for first in range(0, q.shape[1], group):
+            keep = set(forced)
+            for head in range(first, first + group):
+                by_page = score[row, head, : full * t.page_size].unflatten(0, (full, t.page_size)).amax(1)
+                usable = range(full) if true_max else [p for p in forced if p < full]
+                peak = max((by_page[p].item() for p in usable), default=-INF)
+                keep |= {p for p in range(full) if by_page[p].item() >= peak - delta}
+            lists.append(sorted(keep))
+    return lists
+
+
+def test_keeps_what_a_loop_over_tokens_keeps():
+    for lengths in ([100, 37], [8, 1], [16, 0], [64, 63]):
+        for integers in (True, False):
+            case = make_case("cpu", lengths, integers=integers)
+            got = listed(*ffd_select(**case, **RULE, backend="torch"))
+            assert got == kept_by_hand(case, RULE["delta"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_pseudo_max_can_only_add_pages(seed):
+    case = make_case("cpu", [96, 50], integers=False, seed=seed)
+    for delta in (0.0, 0.5, 3.0):
+        more = listed(*ffd_select(**case, **RULE | {"delta": delta}, backend="torch"))
+        fewer = kept_by_hand(case, delta, true_max=True)
+        assert all(set(a) >= set(b) for a, b in zip(more, fewer, strict=True))
+
+
+@pytest.mark.parametrize("form", [{}, {"bits": 4}, {"rule": "channel"}, {"coverage": 0.8}])
+def test_with_the_exact_maximum_every_token_within_delta_is_read(form):
+    for seed in range(3):
+        case = make_case("cpu", [96, 50], integers=False, seed=seed, head_dim=8, **form)
+        options = RULE | {"delta": 0.5, "pseudo_max": "exact"}
+        lists = listed(*ffd_select(**case, **options, backend="torch"))
+        q = case["q"].unflatten(1, (2, 3))
+        score = RULE["scale"] * torch.einsum("bgmd,bgnd->bgmn", q, case["k"])
+        for row, length in enumerate(case["lengths"].tolist()):
+            for group in range(2):
+                s = score[row, group, :, :length]
+                near = (s >= s.amax(1, keepdim=True) - 0.5).any(0).nonzero().flatten()
+                assert {int(n) // 8 for n in near} <= set(lists[row * 2 + group])
+
+
+def test_an_infinite_delta_reads_everything(device):
+    case = make_case(device, [96, 50, 3])
+    for backend in ("torch", "triton"):
+        for pseudo_max in ("thumbnail", "exact"):
+            options = RULE | {"delta": INF, "pseudo_max": pseudo_max}
+            lists = listed(*ffd_select(**case, **options, backend=backend))
+            assert [len(x) for x in lists] == [12, 12, 7, 7, 1, 1]
+
+
+def test_without_a_full_forced_page_everything_is_read(device):
+    case = make_case(device, [50])
+    for backend in ("torch", "triton"):
+        options = RULE | {"sink_pages": 0, "local_pages": 1}
+        assert listed(*ffd_select(**case, **options, backend=backend)) == [list(range(7))] * 2
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 6, 7, 8, 12])
+def test_the_kernel_keeps_what_torch_keeps(group_size, device):
+    case = make_case(device, [100, 61], group_size=group_size)
+    for delta in (0.5, 2.0):
+        want = ffd_select(**case, **RULE | {"delta": delta}, backend="torch")
+        got = ffd_select(**case, **RULE | {"delta": delta}, backend="triton")
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        listed(*got)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"bits": 4},
+        {"rule": "channel"},
+        {"rule": "channel", "bits": 4},
+        {"page_size": 1},
+        {"page_size": 32},
+        {"dtype": torch.bfloat16, "head_dim": 64},
+        {"dtype": torch.float16, "head_dim": 24},
+        {"rows_of_one": True},
+    ],
+    ids=str,
+)
+def test_the_kernel_keeps_what_torch_keeps_in_every_form(form, device):
+    for lengths in ([100, 7], [64, 33]):
+        case = make_case(device, lengths, **form)
+        for pseudo_max in ("thumbnail", "exact"):
+            options = RULE | {"pseudo_max": pseudo_max, "delta": 1.25}
+            want = ffd_select(**case, **options, backend="torch")
+            got = ffd_select(**case, **options, backend="triton")
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_many_programs_and_tiles_write_one_ascending_list(device, monkeypatch):
+    from sparse_eval.kernels.ffd import launch
+
+    case = make_case(device, [1000, 777], tokens=1000, page_size=1)
+    want = ffd_select(**case, **RULE, backend="torch")
+    for programs in (1, 3):
+        monkeypatch.setattr(launch, "blocks_of", lambda *_, n=programs: n)
+        got = ffd_select(**case, **RULE, backend="triton")
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a negative delta": ({"delta": -1.0}, "delta must be a number >= 0 or inf"),
+    "no delta": ({"delta": math.nan}, "delta must be a number >= 0 or inf"),
+    "no local page": ({"local_pages": 0}, "local_pages must be an integer >= 1"),
+    "sinks": ({"sink_pages": -1}, "sink_pages must be an integer >= 0"),
+    "pseudo-max": ({"pseudo_max": "true"}, "pseudo_max must be one of thumbnail, exact"),
+    "lengths as int64": ({"lengths": torch.ones(1).long()}, "lengths must be int32"),
+    "a backend": ({"backend": "cuda"}, "backend must be one of"),
+    "a query": ({"q": torch.zeros(1, 6, 8)}, "q must be"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments_are_refused_in_one_line(what):
+    change, message = BAD[what]
+    good = make_case("cpu", [100]) | RULE | {"backend": "torch"}
+    with pytest.raises(ValueError, match=message) as failure:
+        ffd_select(**good | change)
+    assert "\n" not in str(failure.value)
