@@ -10,8 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_eval.kernels.ffd import ffd_select
-from sparse_eval.kernels.thumbnail import Thumbnail, pack_thumbnail, thumbnail_scores
+from sparse_eval.kernels.ffd import ffd_select, ffd_step, residual_decode
+from sparse_eval.kernels.sparse_decode import sparse_decode
+from sparse_eval.kernels.thumbnail import (
+    Residual,
+    Thumbnail,
+    pack_residual,
+    pack_thumbnail,
+    thumbnail_scores,
+    unpack,
+    unpack_residual,
+)
 
 INF = math.inf
 RULE: dict[str, Any] = {"delta": 2.0, "sink_pages": 1, "local_pages": 2, "scale": 0.25}
@@ -87,7 +96,9 @@ def kept_by_hand(case: dict[str, Any], delta: float, true_max: bool = False) -> 
         for first in range(0, q.shape[1], group):
             keep = set(forced)
             for head in range(first, first + group):
-                by_page = score[row, head, : full * t.page_size].unflatten(0, (full, t.page_size)).amax(1)
+                by_page = (
+                    score[row, head, : full * t.page_size].unflatten(0, (full, t.page_size)).amax(1)
+                )
                 usable = range(full) if true_max else [p for p in forced if p < full]
                 peak = max((by_page[p].item() for p in usable), default=-INF)
                 keep |= {p for p in range(full) if by_page[p].item() >= peak - delta}
@@ -186,6 +197,148 @@ def test_many_programs_and_tiles_write_one_ascending_list(device, monkeypatch):
         monkeypatch.setattr(launch, "blocks_of", lambda *_, n=programs: n)
         got = ffd_select(**case, **RULE, backend="triton")
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def with_values(case: dict[str, Any], e: int | None = None) -> dict[str, Any]:
+    """The case with values and a residual, as residual_decode takes them."""
+    k = case["k"]
+    v = draw(*k.shape[:3], e or k.shape[3], seed=5).to(k)
+    left = pack_residual(k, case["thumbnail"])
+    return case | {"v": v, "residual": left}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"bits": 4},
+        {"rule": "channel"},
+        {"page_size": 32, "coverage": 0.8},
+        {"page_size": 1, "tokens": 40},
+        {"dtype": torch.bfloat16, "head_dim": 64, "group_size": 6},
+        {"dtype": torch.float16, "head_dim": 24, "group_size": 1},
+        {"rows_of_one": True},
+    ],
+    ids=str,
+)
+def test_attention_by_residual_is_that_of_the_refined_keys(form, device):
+    tokens = form.get("tokens", 100)
+    case = with_values(make_case(device, [tokens, 37], integers=False, **form), e=24)
+    pages, counts = ffd_select(
+        **{n: case[n] for n in ("q", "k", "thumbnail", "starts", "lengths")},
+        **RULE | {"delta": 0.25},
+        backend="torch",
+    )
+    t, k = case["thumbnail"], case["k"]
+    refined = (unpack(t) + unpack_residual(case["residual"], t))[:, :, :tokens].to(torch.float64)
+    keys = refined.expand(2, -1, -1, -1).clone()
+    for row, length in enumerate(case["lengths"].tolist()):
+        full = length // t.page_size * t.page_size
+        keys[row, :, full:] = k.double().expand(2, -1, -1, -1)[row, :, full:]
+    where: dict[str, Any] = {"page_size": t.page_size, "scale": 0.25, "backend": "torch"}
+    want, want_lse = sparse_decode(
+        *(case["q"].double(), keys, case["v"].double().expand(2, -1, -1, -1)),
+        *(pages, counts, None, case["lengths"]),
+        **where,
+    )
+    close = 1e-4 if k.dtype == torch.float32 else 2e-2
+    for backend in ("torch", "triton"):
+        got = residual_decode(**case, pages=pages, counts=counts, scale=0.25, backend=backend)
+        torch.testing.assert_close(got[0].double(), want, rtol=0, atol=close)
+        torch.testing.assert_close(got[1].double(), want_lse, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("refine", [False, True])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_step_packs_selects_and_attends(pooled, refine, device):
+    case = with_values(make_case(device, [96, 61], dtype=torch.bfloat16, head_dim=32, tokens=96))
+    truth, left = case["thumbnail"], case["residual"]
+    t = truth.with_tensors(truth.codes.clone(), truth.step.clone())
+    residual = Residual(left.codes.clone(), left.unit) if refine else None
+    t.codes[0, :, 88:], t.step[0, :, 88:] = 85, 9  # page 11 of row 0 has just filled
+    cache = {"k": case["k"], "v": case["v"], "block_table": None}
+    if pooled:
+        table = torch.tensor([[3, 1, 4], [0, 5, 2]], dtype=torch.int32, device=device)
+        cache["block_table"] = table
+        for name in ("k", "v"):
+            pool = torch.full((6, 2, 32, 32), torch.nan, dtype=torch.bfloat16, device=device)
+            for row in range(2):
+                for block in range(3):
+                    pool[table[row, block]] = case[name][row, :, 32 * block : 32 * block + 32]
+            cache[name] = pool
+    step: dict[str, Any] = {"q": case["q"], "starts": None, "lengths": case["lengths"]} | RULE
+    out, lse, pages, counts = ffd_step(
+        **step, **cache, thumbnail=t, residual=residual, backend="triton"
+    )
+    assert torch.equal(t.codes, truth.codes) and torch.equal(t.step, truth.step)
+    chosen = {n: case[n] for n in ("q", "k", "thumbnail", "starts", "lengths")}
+    want = ffd_select(**chosen, **RULE, backend="torch")
+    assert torch.equal(pages, want[0]) and torch.equal(counts, want[1])
+    tensors = (case["q"], case["k"], case["v"])
+    lists = (pages, counts, None, case["lengths"])
+    if refine:
+        near = residual_decode(*tensors, truth, left, *lists, scale=0.25, backend="torch")
+    else:
+        near = sparse_decode(*tensors, *lists, page_size=8, scale=0.25, backend="torch")
+    torch.testing.assert_close(out.float(), near[0].float(), rtol=0, atol=2e-2)
+    torch.testing.assert_close(lse, near[1], rtol=0, atol=1e-3)
+    again = ffd_step(**step, **cache, thumbnail=t, residual=residual, backend="triton")
+    assert all(torch.equal(x, y) for x, y in zip(again, (out, lse, pages, counts), strict=True))
+
+
+def test_an_infinite_delta_attends_as_dense_does(device):
+    case = with_values(make_case(device, [96, 61], integers=False))
+    t, step = case.pop("thumbnail"), RULE | {"delta": INF, "backend": "triton"}
+    case.pop("residual")
+    out, lse, _, _ = ffd_step(**case, **step, thumbnail=t, residual=None)
+    want, want_lse = sparse_decode(
+        *(case["q"], case["k"], case["v"], None, None, None, case["lengths"]),
+        page_size=8,
+        scale=0.25,
+        backend="torch",
+    )
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-5)
+
+
+def test_nothing_unwritten_is_read(device, monkeypatch):
+    case = with_values(make_case(device, [96, 61]))
+    want, empty = None, torch.empty
+    for poison in (0x55, 0xFF):
+
+        def poisoned(*shape: Any, value: int = poison, **options: Any) -> Tensor:
+            x = empty(*shape, **options)
+            x.view(torch.uint8).fill_(value)
+            return x
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", poisoned)
+            got = ffd_step(**case, **RULE, backend="triton")
+        want = want or got
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert not want[0].isnan().any()
+
+
+@pytest.mark.gpu
+def test_a_graph_of_one_step_stays_right_while_the_cache_grows():
+    case = with_values(
+        make_case("cuda", [4000, 3000], dtype=torch.bfloat16, head_dim=128, tokens=4224)
+    )
+    case["q"] = torch.randn_like(case["q"])
+    step = {**case, **RULE, "backend": "triton"}
+    ffd_step(**step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = ffd_step(**step)
+    for _ in range(60):
+        case["lengths"].add_(1)
+        case["q"].copy_(torch.randn_like(case["q"]))
+        graph.replay()
+        kept = [x.clone() for x in results]
+        assert all(torch.equal(x, y) for x, y in zip(kept, ffd_step(**step), strict=True))
+        chosen = {n: case[n] for n in ("q", "k", "thumbnail", "starts", "lengths")}
+        counts = ffd_select(**chosen, **RULE, backend="torch")[1]
+        assert (kept[3] - counts).abs().max() <= 1  # a score at the threshold may fall either way
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,4 +1,4 @@
-"""The one door to top-δ selection over thumbnails: checks, then the backend that was asked for.
+"""The one door to a step over thumbnails: top-δ selection, attention, and both with extension.
 
 Source of the method: Faster Flash Decoding, a write-up of 2-bit key thumbnails and top-δ selection.
 """
@@ -10,9 +10,17 @@ import math
 import torch
 from torch import Tensor
 
-from sparse_eval.kernels.ffd.reference import ffd_select_reference
-from sparse_eval.kernels.sparse_decode.reference import gather_blocks
-from sparse_eval.kernels.thumbnail import Thumbnail, score_error_bound, thumbnail_scores
+from sparse_eval.kernels.ffd.reference import ffd_select_reference, refined_keys
+from sparse_eval.kernels.sparse_decode import sparse_decode
+from sparse_eval.kernels.sparse_decode.api import check_numbers, check_tensors
+from sparse_eval.kernels.sparse_decode.reference import gather_blocks, sparse_decode_reference
+from sparse_eval.kernels.thumbnail import (
+    Residual,
+    Thumbnail,
+    extend_thumbnail,
+    score_error_bound,
+    thumbnail_scores,
+)
 from sparse_eval.kernels.thumbnail.api import (
     check_keys,
     check_query,
@@ -37,6 +45,7 @@ def ffd_select(
     backend: str,
     pseudo_max: str = "thumbnail",
     block_table: Tensor | None = None,
+    chained: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The forced pages and every full page with a token within delta of the pseudo-max.
 
@@ -47,6 +56,7 @@ def ffd_select(
     pseudo_max: "thumbnail", from thumbnail scores of full pages (no such page: all is read); or
     "exact", from the keys k (read for it alone), each token's score raised by its error bound:
     then every token whose exact score is within delta of the exact maximum is read.
+    chained: the kernel launched just before is extend_thumbnail's.
     Returns pages [B, G, P] int32, ascending, -1 = empty, P pages of capacity, counts [B, G] int32.
     Waits for nothing. Raises ValueError on wrong arguments.
     """
@@ -69,6 +79,7 @@ def ffd_select(
             scale=scale,
             pseudo_max=pseudo_max,
             block_table=block_table,
+            chained=chained,
         )
     score = thumbnail_scores(q, thumbnail, scale)
     slack = exact = None
@@ -90,6 +101,120 @@ def ffd_select(
         sink_pages=sink_pages,
         local_pages=local_pages,
     )
+
+
+def residual_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    thumbnail: Thumbnail,
+    residual: Residual,
+    pages: Tensor,
+    counts: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor,
+    *,
+    scale: float,
+    backend: str,
+    block_table: Tensor | None = None,
+    chained: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """sparse_decode with k_quant + k_res in place of the keys of full pages.
+
+    pages [B, G, K], counts [B, G] and all else as in sparse_decode; a list that holds the page that
+    is not full must end with it, and reads its exact keys. Returns out [B, H, E], lse [B, H]."""
+    check_query(q, thumbnail, scale)
+    check_keys(k, thumbnail)
+    check_thumbnail_backend(backend, q, thumbnail.page_size)
+    if pages.dim() != 3 or pages.shape[1] != k.shape[1]:
+        raise ValueError(f"pages must be [B, {k.shape[1]}, K], got {list(pages.shape)}")
+    if residual.codes.shape != (*thumbnail.codes.shape[:3], thumbnail.head_dim):
+        raise ValueError(
+            f"residual must be of the thumbnail's {list(thumbnail.codes.shape[:3])} tokens, got "
+            f"{list(residual.codes.shape)}"
+        )
+    page_size = thumbnail.page_size
+    check_tensors(q, k, v, pages, counts, starts, lengths, block_table)
+    check_numbers(k, page_size, scale, paged=block_table is not None)
+    if backend == "triton":
+        from sparse_eval.kernels.ffd.launch import residual_decode_triton
+
+        return residual_decode_triton(
+            *(q, k, v, thumbnail, residual, pages, counts, starts, lengths),
+            scale=scale,
+            block_table=block_table,
+            chained=chained,
+        )
+    if block_table is not None:
+        k, v = gather_blocks(k, block_table), gather_blocks(v, block_table)
+    refined = refined_keys(k, thumbnail, residual, starts, lengths)
+    out, lse, _ = sparse_decode_reference(
+        *(q.to(refined.dtype), refined, v.to(refined.dtype).expand(len(refined), -1, -1, -1)),
+        *(pages, counts, starts, lengths),
+        page_size=page_size,
+        scale=scale,
+    )
+    return out.to(q.dtype), lse
+
+
+def ffd_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    thumbnail: Thumbnail,
+    residual: Residual | None,
+    starts: Tensor | None,
+    lengths: Tensor,
+    *,
+    delta: float,
+    sink_pages: int,
+    local_pages: int,
+    scale: float,
+    backend: str,
+    pseudo_max: str = "thumbnail",
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A decode step for one new token: pack a page that just filled, select, attend.
+
+    Attends with exact keys, or with k_quant + k_res where a residual is given. Arguments as in
+    ffd_select and residual_decode. Returns out [B, H, E], lse [B, H], pages [B, G, P], counts
+    [B, G]. Nothing depends on a live length but values: a CUDA graph that holds a step stays right
+    while lengths, q, k and v change in place."""
+    extend_thumbnail(
+        *(thumbnail, k, starts, lengths),
+        residual=residual,
+        block_table=block_table,
+        backend=backend,
+    )
+    pages, counts = ffd_select(
+        *(q, k, thumbnail, starts, lengths),
+        delta=delta,
+        sink_pages=sink_pages,
+        local_pages=local_pages,
+        scale=scale,
+        backend=backend,
+        pseudo_max=pseudo_max,
+        block_table=block_table,
+        chained=True,
+    )
+    if residual is None:
+        out, lse = sparse_decode(
+            *(q, k, v, pages, counts, starts, lengths),
+            page_size=thumbnail.page_size,
+            scale=scale,
+            backend=backend,
+            block_table=block_table,
+            chained=True,
+        )
+    else:
+        out, lse = residual_decode(
+            *(q, k, v, thumbnail, residual, pages, counts, starts, lengths),
+            scale=scale,
+            backend=backend,
+            block_table=block_table,
+            chained=True,
+        )
+    return out, lse, pages, counts
 
 
 def check_rule(delta: float, sink_pages: int, local_pages: int, pseudo_max: str) -> None:

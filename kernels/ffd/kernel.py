@@ -54,6 +54,7 @@ def scan_kernel(
     BLOCK_SIZE: tl.constexpr,
     CHANNEL: tl.constexpr,
     EXACT: tl.constexpr,  # the pseudo-max is of exact scores, the others are raised by their bound
+    WHOLE: tl.constexpr,  # no tile passes the capacity, no channel is masked
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -130,9 +131,16 @@ def scan_kernel(
         else:
             mask_f &= position < num_full * PAGE_SIZE
             page = tl.where(at < sinks, at, at - sinks + first_local * PAGE_SIZE) // PAGE_SIZE
-            s = thumbnail_tile(
-                *(position, mask_f, page, query, cached, D, C, BITS, PAGE_SIZE, CHANNEL),
-                *(False, INTERPRET, BLOCK_C, BLOCK_H),
+            x = tl.load(
+                codes_ptr + position.to(tl.int64)[:, None] * C + offs_c,
+                mask=mask_f[:, None] & mask_c,
+                other=0,
+            )  # [BLOCK_F, BLOCK_C]
+            step = 0.0
+            if not CHANNEL:
+                step = tl.load(step_ptr + position, mask=mask_f, other=0.0).to(tl.float32)
+            s = tile_scores(
+                *(x, step, page, query, cached, D, C, BITS, CHANNEL, False, INTERPRET, BLOCK_C)
             )
         s = tl.where(mask_f[:, None], s, float("-inf"))
         pseudo_max = tl.maximum(pseudo_max, tl.max(s, 0))
@@ -150,15 +158,15 @@ def scan_kernel(
     if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
         while tile < end:
             count += scan_tile(
-                *(tile, query, cached, pages, D, C, BITS, PAGE_SIZE, CHANNEL, EXACT, INTERPRET),
-                *(BLOCK_C, BLOCK_H, BLOCK_N),
+                *(tile, query, cached, pages, D, C, BITS, PAGE_SIZE, CHANNEL, EXACT, WHOLE),
+                *(INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
             )
             tile += 1
     else:
         for i in tl.range(tile, end):
             count += scan_tile(
-                *(i, query, cached, pages, D, C, BITS, PAGE_SIZE, CHANNEL, EXACT, INTERPRET),
-                *(BLOCK_C, BLOCK_H, BLOCK_N),
+                *(i, query, cached, pages, D, C, BITS, PAGE_SIZE, CHANNEL, EXACT, WHOLE),
+                *(INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
             )
     tl.store(sums_ptr + program, tl.sum(count, 0))
 
@@ -175,6 +183,7 @@ def scan_tile(
     PAGE_SIZE: tl.constexpr,
     CHANNEL: tl.constexpr,
     EXACT: tl.constexpr,
+    WHOLE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -182,17 +191,28 @@ def scan_tile(
 ):
     """Stores the flags of a tile's pages; returns them as int32."""
     num_visible, sink_pages, first_local, threshold, flags_ptr = pages
-    num_full = cached[2]
+    codes_ptr, step_ptr, num_full = cached
     TILE_PAGES: tl.constexpr = BLOCK_N // PAGE_SIZE
-    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    s = thumbnail_tile(
-        *(offs_n, offs_n < num_full * PAGE_SIZE, tile * TILE_PAGES, query, cached),
-        *(D, C, BITS, PAGE_SIZE, CHANNEL, EXACT, INTERPRET, BLOCK_C, BLOCK_H),
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_c = tl.arange(0, BLOCK_C)
+    first = tile.to(tl.int64) * BLOCK_N  # the one wide number: lanes add narrow offsets
+    x_ptrs = codes_ptr + first * C + (offs_n[:, None] * C + offs_c[None, :])
+    step = 0.0
+    if WHOLE:
+        x = tl.load(x_ptrs)  # [BLOCK_N, BLOCK_C]
+        if not CHANNEL:
+            step = tl.load(step_ptr + first + offs_n).to(tl.float32)
+    else:
+        mask_n = offs_n < num_full * PAGE_SIZE - tile * BLOCK_N
+        x = tl.load(x_ptrs, mask=mask_n[:, None] & (offs_c < C)[None, :], other=0)
+        if not CHANNEL:
+            step = tl.load(step_ptr + first + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    s = tile_scores(
+        *(x, step, tile * TILE_PAGES, query, cached, D, C, BITS, CHANNEL, EXACT),
+        *(INTERPRET, BLOCK_C),
     )
-    above = s - threshold[None, :]  # what is no higher than -inf - -inf is below
-    best = tl.max(above, 1)  # [BLOCK_N]
-    if PAGE_SIZE > 1:
-        best = tl.max(tl.reshape(best, [TILE_PAGES, PAGE_SIZE]), 1)
+    above = s - threshold[None, :]
+    best = tl.max(tl.reshape(above, [TILE_PAGES, PAGE_SIZE * BLOCK_H]), 1)
     page = tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
     is_forced = (page < sink_pages) | (page >= first_local)
     keep = ((best >= 0) & (page < num_full)) | is_forced
@@ -202,40 +222,27 @@ def scan_tile(
 
 
 @triton.jit
-def thumbnail_tile(
-    offs_n,
-    mask_n,
-    page,
+def tile_scores(
+    x,  # [N, BLOCK_C] codes
+    step,  # [N] float32
+    page,  # under rule channel, the one page of the tile
     query,
     cached,
     D: tl.constexpr,
     C: tl.constexpr,
     BITS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     CHANNEL: tl.constexpr,
     RAISE: tl.constexpr,  # by the error bound
     INTERPRET: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_H: tl.constexpr,
 ):
-    """Scores of the packed tokens offs_n, of page `page` alone under rule channel."""
     planes, integers, slack, scale = query
-    codes_ptr, step_ptr, _ = cached
-    offs_c = tl.arange(0, BLOCK_C)
-    x = tl.load(
-        codes_ptr + offs_n.to(tl.int64)[:, None] * C + offs_c,
-        mask=mask_n[:, None] & (offs_c < C),
-        other=0,
-    )  # [N, BLOCK_C]
     if CHANNEL:
-        integers, norm = page_integers(
-            planes, step_ptr + page.to(tl.int64) * D, C, BITS, offs_c, offs_c < C
-        )
+        offs_c = tl.arange(0, BLOCK_C)
+        page_steps = cached[1] + page.to(tl.int64) * D
+        integers, norm = page_integers(planes, page_steps, C, BITS, offs_c, offs_c < C)
         if RAISE:
             slack = slack / tl.maximum(planes_norm(planes, BITS, 0), 1e-30) * norm
-        step = 0.0
-    else:
-        step = tl.load(step_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     return score_keys(x, step, integers, scale, slack, BITS, CHANNEL, INTERPRET)
 
 

@@ -1,9 +1,12 @@
-"""Top-δ selection over thumbnails in plain torch: the meaning of the operation."""
+"""Top-δ selection and attention by residual in plain torch: the meaning of the operations."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from sparse_eval.kernels.thumbnail.format import Residual, Thumbnail
+from sparse_eval.kernels.thumbnail.reference import unpack_reference, unpack_residual_reference
 
 
 def ffd_select_reference(
@@ -49,3 +52,25 @@ def ffd_select_reference(
     counts_BG = keep_BGP.sum(-1, dtype=torch.int32)
     order = torch.where(keep_BGP, page, num_pages).sort(-1).values
     return order.masked_fill(order == num_pages, -1).int(), counts_BG
+
+
+def refined_keys(
+    k_BGND: Tensor,
+    thumbnail: Thumbnail,
+    residual: Residual,
+    starts_B: Tensor | None,
+    lengths_B: Tensor,
+) -> Tensor:
+    """k_quant + k_res of each row's full pages at their place in the cache, the exact keys
+    elsewhere: [B, G, N, D] in float32 (float64 stays)."""
+    refined = unpack_reference(thumbnail)
+    refined = refined + unpack_residual_reference(residual.codes, residual.unit, thumbnail)
+    token = torch.arange(k_BGND.shape[2], device=k_BGND.device)
+    position_BN = token - (0 if starts_B is None else starts_B.long()[:, None])
+    position_BN = position_BN.expand(len(lengths_B), -1)
+    full_B1 = (lengths_B.long() // thumbnail.page_size * thumbnail.page_size)[:, None]
+    is_packed = (position_BN >= 0) & (position_BN < full_B1.clamp_max(thumbnail.num_tokens))
+    index = position_BN.clamp(0, thumbnail.num_tokens - 1)[:, None, :, None]
+    refined = refined.expand(len(lengths_B), -1, -1, -1)
+    placed = refined.gather(2, index.expand(-1, refined.shape[1], -1, refined.shape[3]))
+    return torch.where(is_packed[:, None, :, None], placed, k_BGND.to(placed.dtype))

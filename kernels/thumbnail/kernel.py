@@ -66,13 +66,14 @@ def code_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.constex
 
 
 @triton.jit
-def byte_dot(x, y, INTERPRET: tl.constexpr):
-    """x @ y of int8 in int32."""
+def byte_dot(x, y, acc, INTERPRET: tl.constexpr):
+    """acc + x @ y of int8 in int32."""
     if INTERPRET:  # its int8 products are taken in int8
-        z = tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee").to(tl.int32)
+        z = tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
+        acc += z.to(tl.int32)
     else:
-        z = tl.dot(x, y, out_dtype=tl.int32)
-    return z
+        acc = tl.dot(x, y, acc, out_dtype=tl.int32)
+    return acc
 
 
 @triton.jit
@@ -145,13 +146,14 @@ def code_products(x, high, low, BITS: tl.constexpr, INTERPRET: tl.constexpr):
     """Σ code · integer of each key of x [N, C] and head, as int32 [N, heads]; exact."""
     c0 = code_plane(x, 0, BITS, INTERPRET)
     c1 = code_plane(x, 1, BITS, INTERPRET)
-    h = byte_dot(c0, high[0], INTERPRET) + byte_dot(c1, high[1], INTERPRET)
-    l = byte_dot(c0, low[0], INTERPRET) + byte_dot(c1, low[1], INTERPRET)  # noqa: E741
+    zero = tl.zeros([x.shape[0], high[0].shape[1]], tl.int32)
+    h = byte_dot(c1, high[1], byte_dot(c0, high[0], zero, INTERPRET), INTERPRET)
+    l = byte_dot(c1, low[1], byte_dot(c0, low[0], zero, INTERPRET), INTERPRET)  # noqa: E741
     if BITS == 2:
         c2 = code_plane(x, 2, BITS, INTERPRET)
         c3 = code_plane(x, 3, BITS, INTERPRET)
-        h += byte_dot(c2, high[2], INTERPRET) + byte_dot(c3, high[3], INTERPRET)
-        l += byte_dot(c2, low[2], INTERPRET) + byte_dot(c3, low[3], INTERPRET)
+        h = byte_dot(c3, high[3], byte_dot(c2, high[2], h, INTERPRET), INTERPRET)
+        l = byte_dot(c3, low[3], byte_dot(c2, low[2], l, INTERPRET), INTERPRET)  # noqa: E741
     return h * 256 + l
 
 
