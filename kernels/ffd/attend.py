@@ -24,7 +24,7 @@ from sparse_eval.kernels.thumbnail.kernel import (
     split_bytes,
 )
 
-SIZES = ["num_tokens", "num_pages", "num_slots", "num_splits", "group_size"]
+SIZES = ["num_tokens", "num_pages", "num_slots", "num_splits", "group_size", "codes_batch"]
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -16,7 +16,7 @@ from sparse_eval.kernels.thumbnail.kernel import (
     score_keys,
 )
 
-RULE = ["num_pages", "num_tokens", "group_size", "sink_pages", "local_pages"]
+RULE = ["num_pages", "num_tokens", "group_size", "sink_pages", "local_pages", "codes_batch"]
 
 
 @triton.jit(do_not_specialize=RULE)

@@ -191,7 +191,7 @@ def page_integers(planes, step_ptr, C: tl.constexpr, BITS: tl.constexpr, offs_c,
     return integer_planes(scaled, BITS, 0), planes_norm(scaled, BITS, 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "group_size"])
+@triton.jit(do_not_specialize=["num_tokens", "group_size", "codes_batch"])
 def score_kernel(
     q_ptr,  # [B, H, D]
     codes_ptr,  # [B or 1, G, num_tokens, C]
@@ -249,7 +249,7 @@ def score_kernel(
     tl.store(out_ptr + offs_n[:, None], s, mask=mask_n[:, None] & mask_h[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_page"])
+@triton.jit(do_not_specialize=["num_tokens", "first_page", "codes_batch"])
 def pack_kernel(
     k_ptr,  # [batch or block, G, token, D]
     starts_ptr,  # [B], None = 0
