@@ -288,17 +288,17 @@ def pack_kernel(
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + row)
         page = length // PAGE_SIZE - 1
+    k_ptr += kv_head.to(tl.int64) * stride_kg
+    if table_ptr is None:
+        k_ptr += row * stride_kb
+    else:
+        table_ptr += row * stride_tb
     if page >= 0:
         start = 0
         if starts_ptr is not None:
             start = tl.load(starts_ptr + row)
         offs_t = tl.arange(0, BLOCK_TOKENS)
         offs_c = tl.arange(0, BLOCK_C)
-        k_ptr += kv_head.to(tl.int64) * stride_kg
-        if table_ptr is None:
-            k_ptr += row * stride_kb
-        else:
-            table_ptr += row * stride_tb
         first = page * PAGE_SIZE
         lists = (None, table_ptr, start, length, 0)
         block, token, _ = locate(
@@ -312,24 +312,24 @@ def pack_kernel(
         )
         cache = row * codes_batch + kv_head
         offs_key = cache * num_tokens + first + offs_t
-        codes_ptr += offs_key[:, None] * C + offs_c
+        codes_ptrs = codes_ptr + offs_key[:, None] * C + offs_c
         if residual_ptr is not None:
-            residual_ptr += offs_key[:, None] * D + offs_c
+            residual_ptrs = residual_ptr + offs_key[:, None] * D + offs_c
         if CHANNEL:
-            step_ptr += (cache * (num_tokens // PAGE_SIZE) + page) * D + offs_c
+            step_ptrs = step_ptr + (cache * (num_tokens // PAGE_SIZE) + page) * D + offs_c
             mask_step = mask_c
             largest = tl.max(tl.abs(planes[0]), 0)
         else:
-            step_ptr += offs_key
+            step_ptrs = step_ptr + offs_key
             mask_step = mask_t
             largest = planes_max(planes, BITS, 1)
         byte = tl.zeros([BLOCK_TOKENS, BLOCK_C], tl.int32)
         for i in tl.static_range(8 // BITS):
             if CHANNEL:
                 largest = tl.max(tl.abs(planes[i]), 0)
-                place = step_ptr + i * C
+                place = step_ptrs + i * C
             else:
-                place = step_ptr
+                place = step_ptrs
             if WRITE_CODES:
                 step = round_up((largest * coverage).to(tl.float64), step_ptr.dtype.element_ty)
                 tl.store(place, step, mask=mask_step)
@@ -348,6 +348,6 @@ def pack_kernel(
                 fine = wide * unit
                 rest = tl.floor(tl.div_rn(left, tl.where(fine > 0, fine, 1.0)))
                 rest = tl.minimum(tl.maximum(rest + 128, 0), 255)
-                tl.store(residual_ptr + i * C, rest.to(tl.uint8), mask=mask)
+                tl.store(residual_ptrs + i * C, rest.to(tl.uint8), mask=mask)
         if WRITE_CODES:
-            tl.store(codes_ptr, byte.to(tl.uint8), mask=mask)
+            tl.store(codes_ptrs, byte.to(tl.uint8), mask=mask)
