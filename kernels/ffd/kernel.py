@@ -12,6 +12,7 @@ from sparse_eval.kernels.thumbnail.kernel import (
     integer_planes,
     load_planes,
     page_integers,
+    pages_scores,
     planes_norm,
     score_keys,
 )
@@ -90,7 +91,7 @@ def scan_kernel(
     slack = tl.zeros([BLOCK_H], tl.float32)
     if EXACT:
         slack += planes_norm(planes, BITS, 0) * tl.abs(scale) * reach
-    query = (planes, integers, slack, scale)
+    query = (planes, integers, slack, scale, tl.abs(scale) * reach)
     cached = (codes_ptr, step_ptr, num_full)
 
     pdl_wait(CHAINED)
@@ -140,7 +141,7 @@ def scan_kernel(
             if not CHANNEL:
                 step = tl.load(step_ptr + position, mask=mask_f, other=0.0).to(tl.float32)
             s = tile_scores(
-                *(x, step, page, query, cached, D, C, BITS, CHANNEL, False, INTERPRET, BLOCK_C)
+                *(x, step, page, query, cached, D, C, BITS, CHANNEL, INTERPRET, BLOCK_C)
             )
         s = tl.where(mask_f[:, None], s, float("-inf"))
         pseudo_max = tl.maximum(pseudo_max, tl.max(s, 0))
@@ -193,25 +194,38 @@ def scan_tile(
     num_visible, sink_pages, first_local, threshold, flags_ptr = pages
     codes_ptr, step_ptr, num_full = cached
     TILE_PAGES: tl.constexpr = BLOCK_N // PAGE_SIZE
-    offs_n = tl.arange(0, BLOCK_N)
     offs_c = tl.arange(0, BLOCK_C)
     first = tile.to(tl.int64) * BLOCK_N  # the one wide number: lanes add narrow offsets
-    x_ptrs = codes_ptr + first * C + (offs_n[:, None] * C + offs_c[None, :])
-    step = 0.0
-    if WHOLE:
-        x = tl.load(x_ptrs)  # [BLOCK_N, BLOCK_C]
-        if not CHANNEL:
-            step = tl.load(step_ptr + first + offs_n).to(tl.float32)
+    if CHANNEL:
+        offs_p, offs_t = tl.arange(0, TILE_PAGES), tl.arange(0, PAGE_SIZE)
+        token = (offs_p[:, None] * PAGE_SIZE + offs_t[None, :])[:, :, None]
+        mask = (offs_p < num_full - tile * TILE_PAGES)[:, None] & (offs_c < C)[None, :]
+        x_ptrs = codes_ptr + first * C + (token * C + offs_c[None, None, :])
+        if WHOLE:
+            x = tl.load(x_ptrs)  # [TILE_PAGES, PAGE_SIZE, BLOCK_C]
+        else:
+            x = tl.load(x_ptrs, mask=mask[:, None, :], other=0)
+        step_ptrs = step_ptr + tile.to(tl.int64) * (TILE_PAGES * D)
+        step_ptrs += offs_p[:, None] * D + offs_c[None, :]
+        s = pages_scores(
+            *(x, query[0], step_ptrs, mask, query[3], query[4], C, BITS, EXACT, INTERPRET)
+        )
+        above = s - threshold[None, None, :]
     else:
-        mask_n = offs_n < num_full * PAGE_SIZE - tile * BLOCK_N
-        x = tl.load(x_ptrs, mask=mask_n[:, None] & (offs_c < C)[None, :], other=0)
-        if not CHANNEL:
+        offs_n = tl.arange(0, BLOCK_N)
+        x_ptrs = codes_ptr + first * C + (offs_n[:, None] * C + offs_c[None, :])
+        if WHOLE:
+            x = tl.load(x_ptrs)  # [BLOCK_N, BLOCK_C]
+            step = tl.load(step_ptr + first + offs_n).to(tl.float32)
+        else:
+            mask_n = offs_n < num_full * PAGE_SIZE - tile * BLOCK_N
+            x = tl.load(x_ptrs, mask=mask_n[:, None] & (offs_c < C)[None, :], other=0)
             step = tl.load(step_ptr + first + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    s = tile_scores(
-        *(x, step, tile * TILE_PAGES, query, cached, D, C, BITS, CHANNEL, EXACT),
-        *(INTERPRET, BLOCK_C),
-    )
-    above = s - threshold[None, :]
+        page = tile * TILE_PAGES
+        s = tile_scores(
+            *(x, step, page, query, cached, D, C, BITS, CHANNEL, INTERPRET, BLOCK_C)
+        )
+        above = s - threshold[None, :]
     best = tl.max(tl.reshape(above, [TILE_PAGES, PAGE_SIZE * BLOCK_H]), 1)
     page = tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
     is_forced = (page < sink_pages) | (page >= first_local)
@@ -232,17 +246,15 @@ def tile_scores(
     C: tl.constexpr,
     BITS: tl.constexpr,
     CHANNEL: tl.constexpr,
-    RAISE: tl.constexpr,  # by the error bound
     INTERPRET: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    planes, integers, slack, scale = query
+    """Scores without the bound's slack, or with that of `query` under rule token."""
+    planes, integers, slack, scale, _ = query
     if CHANNEL:
         offs_c = tl.arange(0, BLOCK_C)
         page_steps = cached[1] + page.to(tl.int64) * D
-        integers, norm = page_integers(planes, page_steps, C, BITS, offs_c, offs_c < C)
-        if RAISE:
-            slack = slack / tl.maximum(planes_norm(planes, BITS, 0), 1e-30) * norm
+        integers = page_integers(planes, page_steps, C, BITS, offs_c, offs_c < C)
     return score_keys(x, step, integers, scale, slack, BITS, CHANNEL, INTERPRET)
 
 

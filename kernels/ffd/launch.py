@@ -47,7 +47,7 @@ def ffd_select_triton(
     t = thumbnail
     assert t.codes.is_contiguous() and t.step.is_contiguous()
     (rows, heads, d), kv_heads = q.shape, t.codes.shape[1]
-    block_n = tile_of(t, block_n or 256)
+    block_n = scan_tile_of(t, block_n)
     tile_pages = block_n // t.page_size
     num_blocks = num_blocks or blocks_of(rows * kv_heads, triton.cdiv(t.num_pages, tile_pages), q)
     forced = (sink_pages + local_pages) * t.page_size
@@ -99,6 +99,13 @@ def ffd_select_triton(
             enable_fp_fusion=True,
         )
     return pages, counts
+
+
+def scan_tile_of(thumbnail: Thumbnail, block_n: int | None) -> int:
+    """Tokens of a tile, whole pages; rule channel prepares the query for every page of it."""
+    size = thumbnail.page_size
+    most = 256 if thumbnail.rule == "token" else min(256, 8 * size)
+    return max(size, block_n or most)
 
 
 def blocks_of(lists: int, tiles: int, q: Tensor) -> int:

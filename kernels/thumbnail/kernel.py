@@ -12,6 +12,11 @@ from sparse_eval.kernels.quest_select.kernel import round_up
 from sparse_eval.kernels.sparse_decode.kernel import locate, pdl_launch, pdl_wait
 
 
+# Added to a small float, it leaves the nearest integer in the low bits: 1.5 · 2^23.
+ROUND = tl.constexpr(12582912.0)
+ROUND_BITS = tl.constexpr(0x4B400000)
+
+
 @triton.jit
 def code_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.constexpr):
     """Codes number PLANE of each byte, as int8."""
@@ -136,17 +141,21 @@ def integer_planes(planes, BITS: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def split_bytes(x):
-    n = tl.floor(x + 0.5).to(tl.int32)
-    low = ((n + 128) & 255) - 128
-    return ((n - low) >> 8).to(tl.int8), low.to(tl.int8), n
+    """x, below 2^15 in magnitude, rounded to 256 · high + low of signed bytes; and as int32."""
+    bits = (x + ROUND).to(tl.int32, bitcast=True)
+    return ((bits + 128) >> 8).to(tl.int8), bits.to(tl.int8), bits - ROUND_BITS
 
 
 @triton.jit
 def code_products(x, high, low, BITS: tl.constexpr, INTERPRET: tl.constexpr):
-    """Σ code · integer of each key of x [N, C] and head, as int32 [N, heads]; exact."""
+    """Σ code · integer of each key of x [N, C] or [pages, N, C] and head, exact: int32 [N, heads]
+    or [pages, N, heads]."""
     c0 = code_plane(x, 0, BITS, INTERPRET)
     c1 = code_plane(x, 1, BITS, INTERPRET)
-    zero = tl.zeros([x.shape[0], high[0].shape[1]], tl.int32)
+    if len(x.shape) == 3:
+        zero = tl.zeros([x.shape[0], x.shape[1], high[0].shape[2]], tl.int32)
+    else:
+        zero = tl.zeros([x.shape[0], high[0].shape[1]], tl.int32)
     h = byte_dot(c1, high[1], byte_dot(c0, high[0], zero, INTERPRET), INTERPRET)
     l = byte_dot(c1, low[1], byte_dot(c0, low[0], zero, INTERPRET), INTERPRET)  # noqa: E741
     if BITS == 2:
@@ -181,14 +190,48 @@ def score_keys(
 
 @triton.jit
 def page_integers(planes, step_ptr, C: tl.constexpr, BITS: tl.constexpr, offs_c, mask_c):
-    """Rule channel: the query's planes times a page's steps, as integers; and the sum of the
-    products' magnitudes, which bounds the error."""
+    """Rule channel: the query's planes times a page's steps, as integers."""
     s = load_planes(step_ptr, 1, 0, C, BITS, offs_c[:, None], mask_c[:, None])
     if BITS == 2:
         scaled = (planes[0] * s[0], planes[1] * s[1], planes[2] * s[2], planes[3] * s[3])
     else:
         scaled = (planes[0] * s[0], planes[1] * s[1])
-    return integer_planes(scaled, BITS, 0), planes_norm(scaled, BITS, 0)
+    return integer_planes(scaled, BITS, 0)
+
+
+@triton.jit
+def pages_scores(
+    x,  # [pages, N, C] codes of whole pages
+    planes,  # the query's, [C, heads]
+    step_ptrs,  # [pages, C], of the first plane
+    mask,
+    scale,
+    width,  # |scale| · reach, where scores are raised by their error bound
+    C: tl.constexpr,
+    BITS: tl.constexpr,
+    RAISE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Rule channel: scores of several pages, [pages, N, heads] float32."""
+    s0 = tl.load(step_ptrs, mask=mask, other=0.0).to(tl.float32)
+    s1 = tl.load(step_ptrs + C, mask=mask, other=0.0).to(tl.float32)
+    q0 = planes[0][None, :, :] * s0[:, :, None]
+    q1 = planes[1][None, :, :] * s1[:, :, None]
+    if BITS == 2:
+        s2 = tl.load(step_ptrs + 2 * C, mask=mask, other=0.0).to(tl.float32)
+        s3 = tl.load(step_ptrs + 3 * C, mask=mask, other=0.0).to(tl.float32)
+        q2 = planes[2][None, :, :] * s2[:, :, None]
+        q3 = planes[3][None, :, :] * s3[:, :, None]
+        scaled = (q0, q1, q2, q3)
+    else:
+        scaled = (q0, q1)
+    high, low, unit, total = integer_planes(scaled, BITS, 1)
+    products = code_products(x, high, low, BITS, INTERPRET).to(tl.float32)
+    factor = unit * scale  # [pages, heads]
+    offset = total * (0.5 - (1 << (BITS - 1))) * factor
+    if RAISE:
+        offset += planes_norm(scaled, BITS, 1) * width
+    return products * factor[:, None, :] + offset[:, None, :]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "group_size", "codes_batch"])
@@ -237,7 +280,7 @@ def score_kernel(
     )
     if CHANNEL:
         page = cache * (num_tokens // PAGE_SIZE) + tile * BLOCK_N // PAGE_SIZE
-        integers, _ = page_integers(planes, step_ptr + page * D, C, BITS, offs_c, mask_c)
+        integers = page_integers(planes, step_ptr + page * D, C, BITS, offs_c, mask_c)
         step = 0.0
     else:
         integers = integer_planes(planes, BITS, 0)
