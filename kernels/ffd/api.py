@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_eval.kernels.ffd.reference import ffd_select_reference, refined_keys
 from sparse_eval.kernels.sparse_decode import sparse_decode
-from sparse_eval.kernels.sparse_decode.api import check_numbers, check_tensors
+from sparse_eval.kernels.sparse_decode.api import check_backend, check_numbers, check_tensors
 from sparse_eval.kernels.sparse_decode.reference import gather_blocks, sparse_decode_reference
 from sparse_eval.kernels.thumbnail import (
     Residual,
@@ -103,6 +103,49 @@ def ffd_select(
     )
 
 
+def lists_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    counts: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    backend: str,
+    block_table: Tensor | None = None,
+    chained: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """sparse_decode for lists of very different lengths: pages [B, G, K], counts [B, G].
+
+    Work is shared out by the counts, where sparse_decode cuts every list alike. All else as
+    there. Returns out [B, H, E], lse [B, H]."""
+    check_tensors(q, k, v, pages, counts, starts, lengths, block_table)
+    check_numbers(k, page_size, scale, paged=block_table is not None)
+    check_backend(backend, q, v)
+    if pages.shape[1] != k.shape[1]:
+        raise ValueError(f"pages must be [B, {k.shape[1]}, K], got {list(pages.shape)}")
+    if backend == "torch":
+        return sparse_decode(
+            *(q, k, v, pages, counts, starts, lengths),
+            page_size=page_size,
+            scale=scale,
+            backend=backend,
+            block_table=block_table,
+        )
+    from sparse_eval.kernels.ffd.launch import lists_decode_triton
+
+    return lists_decode_triton(
+        *(q, k, v, None, None, pages, counts, starts, lengths),
+        page_size=page_size,
+        scale=scale,
+        block_table=block_table,
+        chained=chained,
+    )
+
+
 def residual_decode(
     q: Tensor,
     k: Tensor,
@@ -137,10 +180,11 @@ def residual_decode(
     check_tensors(q, k, v, pages, counts, starts, lengths, block_table)
     check_numbers(k, page_size, scale, paged=block_table is not None)
     if backend == "triton":
-        from sparse_eval.kernels.ffd.launch import residual_decode_triton
+        from sparse_eval.kernels.ffd.launch import lists_decode_triton
 
-        return residual_decode_triton(
+        return lists_decode_triton(
             *(q, k, v, thumbnail, residual, pages, counts, starts, lengths),
+            page_size=page_size,
             scale=scale,
             block_table=block_table,
             chained=chained,
@@ -198,7 +242,7 @@ def ffd_step(
         chained=True,
     )
     if residual is None:
-        out, lse = sparse_decode(
+        out, lse = lists_decode(
             *(q, k, v, pages, counts, starts, lengths),
             page_size=thumbnail.page_size,
             scale=scale,

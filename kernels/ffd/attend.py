@@ -1,7 +1,10 @@
-"""Decode attention in Triton with keys of a thumbnail and its residual: 10 bits read instead of 16.
+"""Decode attention in Triton over page lists of any lengths, by exact or by refined keys.
 
-Splits, running softmax and merge are sparse_decode's. A page that has not filled is in neither
-tensor: the last split reads its exact keys.
+Top-δ keeps many pages for one head and few for another, so the tiles of all lists are laid end to
+end and every program takes an equal share: it may begin in one list and end in another. Piece
+(program w, list i) is stored at w + i, which no other piece has, and the merge finds a list's
+pieces from the counts alone. A refined key is k_quant + k_res of a thumbnail and its residual, 10
+bits read instead of 16; the page that has not filled is in neither tensor and read exactly.
 """
 
 # ruff: noqa: E741
@@ -13,6 +16,7 @@ from sparse_eval.kernels.sparse_decode.kernel import (
     LOG2E,
     add_weighted,
     attend_tile,
+    log_sum,
     pdl_launch,
     pdl_wait,
 )
@@ -24,31 +28,46 @@ from sparse_eval.kernels.thumbnail.kernel import (
     split_bytes,
 )
 
-SIZES = ["num_tokens", "num_pages", "num_slots", "num_splits", "group_size", "codes_batch"]
+SIZES = ["num_tokens", "num_pages", "num_slots", "num_lists", "kv_heads", "group_size"]
 
 
-@triton.jit(do_not_specialize=SIZES)
-def attend_residual_kernel(
+@triton.jit
+def tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Tiles of each list, [BLOCK_L]."""
+    lists = tl.arange(0, BLOCK_L)
+    counts = tl.load(counts_ptr + lists, mask=lists < num_lists, other=0)
+    return (tl.minimum(counts, num_slots) * PAGE_SIZE + BLOCK_T - 1) // BLOCK_T
+
+
+@triton.jit
+def share(part, parts, total):
+    """Where part number `part` of `parts` equal ones of a total begins."""
+    return (part.to(tl.int64) * total // parts).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "codes_batch"])
+def attend_lists_kernel(
     q_ptr,  # [B, H, D]
-    k_ptr,  # [batch or block, G, token, D], read where a page has not filled
+    k_ptr,  # [batch or block, G, token, D]
     v_ptr,  # [batch or block, G, token, E]
     codes_ptr,  # [B or 1, G, num_pages · PAGE_SIZE, C]
     step_ptr,  # [B or 1, G, num_pages · PAGE_SIZE] or [B or 1, G, num_pages, D]
-    residual_ptr,  # [B or 1, G, num_pages · PAGE_SIZE, D]
+    residual_ptr,  # [B or 1, G, num_pages · PAGE_SIZE, D], None = exact keys, and no codes
     pages_ptr,  # [B, G, num_slots]
     counts_ptr,  # [B, G]
     starts_ptr,  # [B], None = 0
     lengths_ptr,  # [B]
     table_ptr,  # [B, blocks], None = k and v are contiguous caches
-    acc_ptr,  # [B, H, num_splits, E]
-    m_ptr,  # [B, H, num_splits]
-    l_ptr,  # [B, H, num_splits]
+    acc_ptr,  # [programs + num_lists, group_size, E]
+    m_ptr,  # [programs + num_lists, group_size]
+    l_ptr,  # [programs + num_lists, group_size]
     scale,
     unit,  # the residual's step, in thumbnail steps
     num_tokens,  # the cache's extent
     num_pages,  # the thumbnail's
     num_slots,
-    num_splits,
+    num_lists,  # B · G
+    kv_heads,
     group_size,
     stride_tb,
     stride_qb,
@@ -62,110 +81,173 @@ def attend_residual_kernel(
     stride_vg,
     stride_vn,
     stride_ve,
-    codes_batch,
+    codes_batch,  # 0 over a batch of one, else G
     D: tl.constexpr,
     E: tl.constexpr,
     C: tl.constexpr,
     BITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     CHANNEL: tl.constexpr,
     P_UNIT: tl.constexpr,
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
     CHAINED: tl.constexpr,
+    BLOCK_L: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Grid (B, G, num_splits). Stores m, l, acc as sparse_decode's attend_split_kernel does."""
+    """Grid (programs,). Stores m = max s, l = Σ exp(s - m), acc = Σ exp(s - m)·v per piece."""
     pdl_launch(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    row_list = row * tl.num_programs(1) + kv_head
-    k_ptr += kv_head.to(tl.int64) * stride_kg
-    v_ptr += kv_head.to(tl.int64) * stride_vg
-    if table_ptr is None:
-        k_ptr += row * stride_kb
-        v_ptr += row * stride_vb
-    else:
-        table_ptr += row * stride_tb
-    cache = row * codes_batch + kv_head
-    codes_ptr += cache * num_pages * PAGE_SIZE * C
-    residual_ptr += cache * num_pages * PAGE_SIZE * D
-    step_ptr += cache * num_pages * (D if CHANNEL else PAGE_SIZE)
-
-    start = 0
-    if starts_ptr is not None:
-        start = tl.load(starts_ptr + row)
-    length = tl.minimum(tl.load(lengths_ptr + row), num_tokens - start)
-    packed = tl.minimum(length // PAGE_SIZE, num_pages) * PAGE_SIZE  # tokens
+    program = tl.program_id(0)
     offs_m = tl.arange(0, BLOCK_M)
     offs_c = tl.arange(0, BLOCK_C)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
     mask_m = offs_m < group_size
-    head = (kv_head * group_size + offs_m).to(tl.int64)
-    row_head = row_list * group_size + offs_m
-    q_ptrs = q_ptr + row * stride_qb + head[:, None] * stride_qh
-    planes = load_planes(
-        *(q_ptrs, stride_qd, D, C, BITS, offs_c[None, :], mask_m[:, None] & (offs_c < C))
-    )  # [BLOCK_M, BLOCK_C]
-    q = tl.load(q_ptrs + offs_d * stride_qd, mask=mask_m[:, None] & (offs_d < D), other=0.0)
-    whole = q.to(tl.float32)  # [BLOCK_M, BLOCK_D]
-    if INTERPRET:  # its bfloat16 arithmetic is wrong
-        q = whole
-    integers = integer_planes(planes, BITS, 1)
-    high, low, _ = split_bytes(whole / integers[2][:, None])
 
     pdl_wait(CHAINED)
-    pages_ptr += row_list * num_slots
-    count = tl.minimum(tl.load(counts_ptr + row_list), num_slots)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.full([BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
-    query = (planes, whole, integers, high, low, scale, unit)
-    lists = (pages_ptr, table_ptr, start, packed, count)
-    cached = (codes_ptr, step_ptr, residual_ptr, v_ptr, stride_vb, stride_vn, stride_ve)
-    num_tiles = (count * PAGE_SIZE + BLOCK_T - 1) // BLOCK_T
-    tile = split * num_tiles // num_splits
-    end = (split + 1) * num_tiles // num_splits
-    if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
-        while tile < end:
-            m, l, acc = residual_tile(
-                *(tile, m, l, acc, query, lists, cached, D, E, C, BITS, PAGE_SIZE, BLOCK_SIZE),
-                *(CHANNEL, P_UNIT, INTERPRET, BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
-            )
-            tile += 1
+    tiles = tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE, BLOCK_T, BLOCK_L)
+    ends = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    at = share(program, tl.num_programs(0), total)
+    stop = share(program + 1, tl.num_programs(0), total)
+    list_id = tl.sum((ends <= at).to(tl.int32), 0)  # the list that tile `at` lies in
+    while at < stop:
+        is_this = tl.arange(0, BLOCK_L) == list_id
+        list_end = tl.sum(tl.where(is_this, ends, 0), 0)
+        list_start = list_end - tl.sum(tl.where(is_this, tiles, 0), 0)
+        until = tl.minimum(stop, list_end)
+        row = (list_id // kv_heads).to(tl.int64)
+        kv_head = (list_id % kv_heads).to(tl.int64)
+        start = 0
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + row)
+        length = tl.minimum(tl.load(lengths_ptr + row), num_tokens - start)
+        count = tl.minimum(tl.load(counts_ptr + list_id), num_slots)
+        row_pages = pages_ptr + list_id.to(tl.int64) * num_slots
+        k_head = k_ptr + kv_head * stride_kg
+        v_head = v_ptr + kv_head * stride_vg
+        row_table = table_ptr
+        if table_ptr is None:
+            k_head += row * stride_kb
+            v_head += row * stride_vb
+        else:
+            row_table = table_ptr + row * stride_tb
+        head = kv_head * group_size + offs_m
+        q_ptrs = q_ptr + row * stride_qb + head[:, None] * stride_qh
+        q = tl.load(q_ptrs + offs_d * stride_qd, mask=mask_m[:, None] & (offs_d < D), other=0.0)
+        whole = q.to(tl.float32)  # [BLOCK_M, BLOCK_D]
+        if INTERPRET:  # its bfloat16 arithmetic is wrong
+            q = whole
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.full([BLOCK_M], 0.0, tl.float32)
+        acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
+        keys = (k_head, v_head, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
+        parts = (None, 0, mask_m)
+        if residual_ptr is None:
+            lists = (row_pages, row_table, start, length, count)
+            if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
+                tile = at - list_start
+                while tile < until - list_start:
+                    m, l, acc = attend_tile(
+                        *(tile, m, l, acc, q, scale, lists, keys, parts, D, E, PAGE_SIZE),
+                        *(BLOCK_SIZE, ONE_BLOCK, 1, P_UNIT, INTERPRET),
+                        *(BLOCK_T, BLOCK_D, BLOCK_E),
+                    )
+                    tile += 1
+            else:
+                for i in tl.range(at - list_start, until - list_start):
+                    m, l, acc = attend_tile(
+                        *(i, m, l, acc, q, scale, lists, keys, parts, D, E, PAGE_SIZE),
+                        *(BLOCK_SIZE, ONE_BLOCK, 1, P_UNIT, INTERPRET),
+                        *(BLOCK_T, BLOCK_D, BLOCK_E),
+                    )
+        else:
+            packed = tl.minimum(length // PAGE_SIZE, num_pages) * PAGE_SIZE  # tokens
+            cache = row * codes_batch + kv_head
+            codes = codes_ptr + cache * num_pages * PAGE_SIZE * C
+            residuals = residual_ptr + cache * num_pages * PAGE_SIZE * D
+            steps = step_ptr + cache * num_pages * (D if CHANNEL else PAGE_SIZE)
+            planes = load_planes(
+                *(q_ptrs, stride_qd, D, C, BITS, offs_c[None, :]),
+                mask_m[:, None] & (offs_c < C),
+            )  # [BLOCK_M, BLOCK_C]
+            integers = integer_planes(planes, BITS, 1)
+            high, low, _ = split_bytes(whole / integers[2][:, None])
+            query = (planes, whole, integers, high, low, scale, unit)
+            lists = (row_pages, row_table, start, packed, count)
+            cached = (codes, steps, residuals, v_head, stride_vb, stride_vn, stride_ve)
+            position = positions(at - list_start, row_pages, count, PAGE_SIZE, BLOCK_T)
+            step = steps_at(position, steps, packed, CHANNEL)
+            if INTERPRET:
+                tile = at - list_start
+                while tile < until - list_start:
+                    m, l, acc, step = residual_tile(
+                        *(tile, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
+                        *(BLOCK_SIZE, CHANNEL, P_UNIT, INTERPRET),
+                        *(BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
+                    )
+                    tile += 1
+            else:
+                for i in tl.range(at - list_start, until - list_start):
+                    m, l, acc, step = residual_tile(
+                        *(i, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
+                        *(BLOCK_SIZE, CHANNEL, P_UNIT, INTERPRET),
+                        *(BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
+                    )
+            # The partial page, if the list ends here and with it, as a cache of its own.
+            last = tl.load(row_pages + count - 1, mask=count > 0, other=-1)
+            is_read = (until == list_end) & (last * PAGE_SIZE == packed)
+            rest = (None, row_table, start + packed, length - packed, 0)
+            tile = 0
+            end = tl.where(is_read, (length - packed + BLOCK_T - 1) // BLOCK_T, 0)
+            while tile < end:
+                m, l, acc = attend_tile(
+                    *(tile, m, l, acc, q, scale, rest, keys, parts, D, E, PAGE_SIZE),
+                    *(BLOCK_SIZE, False, 1, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                )
+                tile += 1
+        piece = (program + list_id).to(tl.int64) * group_size + offs_m
+        tl.store(m_ptr + piece, m, mask=mask_m)
+        tl.store(l_ptr + piece, l, mask=mask_m)
+        acc_ptrs = acc_ptr + piece[:, None] * E + offs_e
+        tl.store(acc_ptrs, acc / P_UNIT, mask=mask_m[:, None] & (offs_e < E))
+        at = until
+        list_id += 1
+
+
+@triton.jit
+def positions(
+    tile, pages_ptr, count, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """Positions in the row of a tile's tokens; negative in empty slots."""
+    first = tile * BLOCK_T
+    offs_t = tl.arange(0, BLOCK_T)
+    if PAGE_SIZE % BLOCK_T == 0:  # one page a tile: a scalar, which needs no pipeline stage
+        slot = first // PAGE_SIZE
+        page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
+        position = page * PAGE_SIZE + first % PAGE_SIZE + offs_t
     else:
-        for i in tl.range(tile, end):
-            m, l, acc = residual_tile(
-                *(i, m, l, acc, query, lists, cached, D, E, C, BITS, PAGE_SIZE, BLOCK_SIZE),
-                *(CHANNEL, P_UNIT, INTERPRET, BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
-            )
+        slot = (first + offs_t) // PAGE_SIZE
+        page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
+        position = page * PAGE_SIZE + (first + offs_t) % PAGE_SIZE
+    return position
 
-    # The partial page, if the list ends with it, as a cache of its own.
-    last = tl.load(pages_ptr + count - 1, mask=count > 0, other=-1)
-    is_read = (split == num_splits - 1) & (last * PAGE_SIZE == packed)
-    rest = (None, table_ptr, start + packed, length - packed, 0)
-    keys = (k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
-    tile = 0
-    end = tl.where(is_read, (length - packed + BLOCK_T - 1) // BLOCK_T, 0)
-    while tile < end:
-        m, l, acc = attend_tile(
-            *(tile, m, l, acc, q, scale, rest, keys, (None, 0, mask_m), D, E, PAGE_SIZE),
-            *(BLOCK_SIZE, False, 1, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
-        )
-        tile += 1
 
-    offs_split = row_head * num_splits + split
-    tl.store(m_ptr + offs_split, m, mask=mask_m)
-    tl.store(l_ptr + offs_split, l, mask=mask_m)
-    acc_ptrs = acc_ptr + offs_split[:, None] * E + offs_e
-    tl.store(acc_ptrs, acc / P_UNIT, mask=mask_m[:, None] & (offs_e < E))
+@triton.jit
+def steps_at(position, step_ptr, packed, CHANNEL: tl.constexpr):
+    """Rule token: the steps of these tokens, in float32. Loaded a tile ahead: the pipeline holds
+    only what enters a product."""
+    step = tl.zeros(position.shape, tl.float32)
+    if not CHANNEL:
+        is_packed = (position >= 0) & (position < packed)
+        step += tl.load(step_ptr + position.to(tl.int64), mask=is_packed, other=0.0).to(tl.float32)
+    return step
 
 
 @triton.jit
@@ -174,6 +256,7 @@ def residual_tile(
     m,
     l,
     acc,
+    step,  # [BLOCK_T], of this tile
     query,
     lists,
     cached,
@@ -191,23 +274,15 @@ def residual_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The running softmax (m, l, acc) after BLOCK_T more tokens of the list."""
+    """The running softmax (m, l, acc) after BLOCK_T more tokens of the list, and the next tile's
+    steps."""
     planes, whole, integers, high, low, scale, unit = query
     pages_ptr, table_ptr, start, packed, count = lists
     codes_ptr, step_ptr, residual_ptr, v_ptr, stride_vb, stride_vn, stride_ve = cached
-    first = tile * BLOCK_T
-    offs_t = tl.arange(0, BLOCK_T)
     offs_c = tl.arange(0, BLOCK_C)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
-    if PAGE_SIZE % BLOCK_T == 0:  # one page a tile: a scalar, which needs no pipeline stage
-        slot = first // PAGE_SIZE
-        page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
-        position = page * PAGE_SIZE + first % PAGE_SIZE + offs_t
-    else:
-        slot = (first + offs_t) // PAGE_SIZE
-        page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
-        position = page * PAGE_SIZE + (first + offs_t) % PAGE_SIZE
+    position = positions(tile, pages_ptr, count, PAGE_SIZE, BLOCK_T)
     read = (position >= 0) & (position < packed)
     at = position.to(tl.int64)
     x = tl.load(
@@ -230,8 +305,11 @@ def residual_tile(
     )  # [BLOCK_T, BLOCK_E]
     if INTERPRET:
         v = v.to(tl.float32)
+    ahead = positions(tile + 1, pages_ptr, count, PAGE_SIZE, BLOCK_T)
+    next_step = steps_at(ahead, step_ptr, packed, CHANNEL)
     if CHANNEL:
-        page_steps = step_ptr + tl.maximum(page, 0).to(tl.int64) * D
+        page = tl.maximum(tl.max(position, 0), 0) // PAGE_SIZE  # the tile's one page
+        page_steps = step_ptr + page.to(tl.int64) * D
         s = load_planes(page_steps, 1, D, C, BITS, offs_c[None, :], (offs_c < C)[None, :])
         if BITS == 2:
             scaled = (planes[0] * s[0], planes[1] * s[1], planes[2] * s[2], planes[3] * s[3])
@@ -241,8 +319,6 @@ def residual_tile(
         step_D = tl.load(page_steps + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
         high, low, _ = split_bytes(whole * step_D[None, :] / integers[2][:, None])
         step = tl.full([BLOCK_T], 1.0, tl.float32)
-    else:
-        step = tl.load(step_ptr + at, mask=read, other=0.0).to(tl.float32)
 
     plane_high, plane_low, q_unit, total = integers
     codes = transposed_products(x, plane_high, plane_low, BITS, INTERPRET)
@@ -261,7 +337,7 @@ def residual_tile(
     alpha = tl.exp2((m - base) * LOG2E)
     l = l * alpha + tl.sum(p, 1)
     acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
-    return m_new, l, acc
+    return m_new, l, acc, next_step
 
 
 @triton.jit
@@ -290,3 +366,68 @@ def signed_bytes(r, INTERPRET: tl.constexpr):
             "xor.b32 $0, $1, 0x80808080;", "=r,r", [r], dtype=tl.int8, is_pure=True, pack=4
         )
     return signed
+
+
+@triton.jit(do_not_specialize=["num_programs", "num_lists", "num_slots", "group_size"])
+def merge_pieces_kernel(
+    acc_ptr,  # [num_programs + num_lists, group_size, E]
+    m_ptr,  # [num_programs + num_lists, group_size]
+    l_ptr,  # [num_programs + num_lists, group_size]
+    counts_ptr,  # [num_lists]
+    out_ptr,  # [num_lists · group_size, E]
+    lse_ptr,  # [num_lists · group_size]
+    num_programs,  # of attend_lists_kernel
+    num_lists,
+    num_slots,
+    group_size,
+    E: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # of attend_lists_kernel
+    BLOCK_L: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # pieces a step takes
+    BLOCK_E: tl.constexpr,
+):
+    """Grid (num_lists · group_size, E / BLOCK_E). A list without pieces gives 0 and -inf."""
+    row_head = tl.program_id(0).to(tl.int64)
+    list_id = tl.program_id(0) // group_size
+    offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    mask_e = offs_e < E
+    # the counts were written before the kernel that this one waits for began its work
+    pdl_wait(PDL)
+    tiles = tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE, BLOCK_T, BLOCK_L)
+    lists = tl.arange(0, BLOCK_L)
+    total = tl.maximum(tl.sum(tiles, 0), 1).to(tl.int64)
+    start = tl.sum(tl.where(lists < list_id, tiles, 0), 0)
+    num_tiles = tl.sum(tl.where(lists == list_id, tiles, 0), 0)
+    # tile t is of the last program whose share begins at or before it
+    first = (((start + 1).to(tl.int64) * num_programs - 1) // total).to(tl.int32)
+    last = (((start + num_tiles).to(tl.int64) * num_programs - 1) // total).to(tl.int32)
+    piece = first + list_id
+    end = tl.where(num_tiles > 0, last + list_id + 1, piece)
+
+    m = float("-inf")
+    l = 0.0
+    acc = tl.zeros([BLOCK_E], tl.float32)
+    while piece < end:
+        offs_p = piece + tl.arange(0, BLOCK_P)
+        mask_p = offs_p < end
+        at = offs_p.to(tl.int64) * group_size + row_head % group_size
+        m_piece = tl.load(m_ptr + at, mask=mask_p, other=float("-inf"))
+        l_piece = tl.load(l_ptr + at, mask=mask_p, other=0.0)
+        x = tl.load(
+            acc_ptr + at[:, None] * E + offs_e, mask=mask_p[:, None] & mask_e, other=0.0
+        )  # [BLOCK_P, BLOCK_E]
+        m_new = tl.maximum(m, tl.max(m_piece, 0))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = tl.exp2((m_piece - base) * LOG2E)
+        alpha = tl.exp2((m - base) * LOG2E)
+        l = l * alpha + tl.sum(weight * l_piece, 0)
+        acc = acc * alpha + tl.sum(weight[:, None] * x, 0)
+        m = m_new
+        piece += BLOCK_P
+    base = tl.where(m == float("-inf"), 0.0, m)
+    out = acc / tl.where(l == 0.0, 1.0, l)
+    tl.store(out_ptr + row_head * E + offs_e, out.to(out_ptr.dtype.element_ty), mask=mask_e)
+    if tl.program_id(1) == 0:
+        tl.store(lse_ptr + row_head, log_sum(base, l))

@@ -1,4 +1,4 @@
-"""Launch top-δ selection (scan, compact) and attention by residual: sizes by shapes alone."""
+"""Launch top-δ selection (scan, compact) and attention over its lists: sizes by shapes alone."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from sparse_eval.kernels.ffd.attend import attend_residual_kernel
+from sparse_eval.kernels.ffd.attend import attend_lists_kernel, merge_pieces_kernel
 from sparse_eval.kernels.ffd.kernel import compact_kernel, scan_kernel
 from sparse_eval.kernels.quest_select.launch import batch_strides
-from sparse_eval.kernels.sparse_decode.kernel import INTERPRETED, merge_splits_kernel
-from sparse_eval.kernels.sparse_decode.launch import (
-    can_overlap_launches,
-    multiprocessors,
-    splits_of,
-)
+from sparse_eval.kernels.sparse_decode.kernel import INTERPRETED
+from sparse_eval.kernels.sparse_decode.launch import can_overlap_launches, multiprocessors
 from sparse_eval.kernels.thumbnail import Residual, Thumbnail
 from sparse_eval.kernels.thumbnail.launch import form_of, tile_of
 
@@ -114,76 +110,98 @@ def blocks_of(lists: int, tiles: int, q: Tensor) -> int:
     return max(1, min(tiles, wanted, MAX_PROGRAMS))
 
 
-def residual_decode_triton(
+def lists_decode_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    thumbnail: Thumbnail,
-    residual: Residual,
+    thumbnail: Thumbnail | None,
+    residual: Residual | None,
     pages: Tensor,
     counts: Tensor,
     starts: Tensor | None,
     lengths: Tensor,
     *,
+    page_size: int,
     scale: float,
     block_table: Tensor | None = None,
     chained: bool = False,
     block_t: int | None = None,
-    num_splits: int | None = None,
+    num_programs: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and results as in api.residual_decode, which checks them."""
-    t = thumbnail
-    assert t.codes.is_contiguous() and t.step.is_contiguous() and residual.codes.is_contiguous()
+    """Arguments and results as in api.lists_decode and residual_decode, which check them."""
+    t = thumbnail if residual is not None else None
     (rows, heads, d), e, kv_heads = q.shape, v.shape[3], k.shape[1]
+    lists, group_size = rows * kv_heads, heads // kv_heads
     table = None if block_table is None else block_table.expand(rows, -1).contiguous()
     block_t = block_t or (128 if INTERPRETED else 64)
-    if t.rule == "channel":
-        block_t = min(block_t, t.page_size)
-    num_tiles = triton.cdiv(pages.shape[2] * t.page_size, block_t)
-    num_splits = num_splits or splits_of(rows * kv_heads, num_tiles, q.device)
+    if t is None:
+        form = {"D": d, "C": 1, "BITS": 2, "PAGE_SIZE": page_size, "CHANNEL": False, "BLOCK_C": 1}
+        block_d = max(16, triton.next_power_of_2(d))
+    else:
+        assert residual is not None and residual.codes.is_contiguous()
+        assert t.codes.is_contiguous() and t.step.is_contiguous()
+        form = form_of(t)
+        block_d = max(32, triton.next_power_of_2(d))
+        if t.rule == "channel":
+            block_t = min(block_t, page_size)
+    num_programs = num_programs or programs_of(q.device)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(rows, heads, *shape, dtype=dtype, device=q.device)
+        return torch.empty(*shape, dtype=dtype, device=q.device)
 
-    acc, m, l = new(num_splits, e), new(num_splits), new(num_splits)  # noqa: E741
+    pieces = (num_programs + lists, group_size)
+    acc, m, l = new(*pieces, e), new(*pieces), new(*pieces)  # noqa: E741
     # The interpreter's own float32 -> bfloat16 truncates.
-    out, lse = new(e, dtype=torch.float32 if INTERPRETED else q.dtype), new()
+    out, lse = new(rows, heads, e, dtype=torch.float32 if INTERPRETED else q.dtype), new(rows, heads)
+    counts = counts.contiguous()
+    block_l = max(2, triton.next_power_of_2(lists))
     pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
-        attend_residual_kernel[(rows, kv_heads, num_splits)](
-            *(q, k, v, t.codes, t.step, residual.codes, pages.contiguous(), counts.contiguous()),
+        attend_lists_kernel[(num_programs,)](
+            *(q, k, v, *((None, None) if t is None else (t.codes, t.step))),
+            *(None if residual is None else residual.codes, pages.contiguous(), counts),
             *(None if starts is None else starts.contiguous(), lengths.contiguous(), table),
-            *(acc, m, l, float(scale), residual.unit),
+            *(acc, m, l, float(scale), 0.0 if residual is None else residual.unit),
             k.shape[2] * (1 if table is None else table.shape[1]),
-            *(t.num_pages, pages.shape[2], num_splits, heads // kv_heads),
+            *(0 if t is None else t.num_pages, pages.shape[2], lists, kv_heads, group_size),
             0 if table is None else table.shape[1],
             *(*q.stride(), *batch_strides(k, table), *batch_strides(v, table)),
-            kv_heads if len(t.codes) > 1 else 0,
-            **form_of(t),
+            kv_heads if t is not None and len(t.codes) > 1 else 0,
+            **form,
             E=e,
             BLOCK_SIZE=1 if table is None else k.shape[2],
+            ONE_BLOCK=starts is None and k.shape[2] % block_t == 0 and page_size % block_t == 0,
             P_UNIT=2.0**15 if q.dtype == torch.float16 else 1.0,
             INTERPRET=INTERPRETED,
             PDL=pdl,
             CHAINED=pdl and chained,
             launch_pdl=pdl and chained,
-            BLOCK_M=max(16, triton.next_power_of_2(heads // kv_heads)),
+            BLOCK_L=block_l,
+            BLOCK_M=max(16, triton.next_power_of_2(group_size)),
             BLOCK_T=block_t,
-            BLOCK_D=max(32, triton.next_power_of_2(d)),
+            BLOCK_D=block_d,
             BLOCK_E=max(16, triton.next_power_of_2(e)),
             num_warps=num_warps or 4,
             num_stages=num_stages or 3,
             enable_fp_fusion=True,
         )
-        merge_splits_kernel[(rows * heads, triton.cdiv(e, 32))](
-            *(acc, m, l, out, lse, num_splits),
+        merge_pieces_kernel[(rows * heads, triton.cdiv(e, 32))](
+            *(acc, m, l, counts, out, lse, num_programs, lists, pages.shape[2], group_size),
             E=e,
+            PAGE_SIZE=page_size,
             PDL=pdl,
             launch_pdl=pdl,
-            BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+            BLOCK_T=block_t,
+            BLOCK_L=block_l,
+            BLOCK_P=64,
             BLOCK_E=32,
             enable_fp_fusion=True,
         )
     return out.to(q.dtype), lse
+
+
+def programs_of(device: torch.device) -> int:
+    """Programs that share the tiles of all lists: two per multiprocessor, at one go."""
+    return 3 if INTERPRETED else 2 * multiprocessors(device)
