@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_eval.kernels.ffd import ffd_select, ffd_step, residual_decode
+from sparse_eval.kernels.ffd import ffd_select, ffd_step, lists_decode, residual_decode
 from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.kernels.thumbnail import (
     Residual,
@@ -317,6 +317,41 @@ def test_nothing_unwritten_is_read(device, monkeypatch):
         want = want or got
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     assert not want[0].isnan().any()
+
+
+def test_lists_of_any_lengths_attend_as_sparse_decode_does(device, monkeypatch):
+    from sparse_eval.kernels.ffd import launch
+
+    case = with_values(make_case(device, [96, 61, 40, 96, 7], integers=False), e=24)
+    pages = torch.full((5, 2, 12), -1, dtype=torch.int32)
+    counts = torch.tensor([[12, 1], [0, 0], [5, 0], [2, 11], [1, 1]], dtype=torch.int32)
+    for row in range(5):
+        for head in range(2):
+            pages[row, head, : counts[row, head]] = torch.arange(counts[row, head])
+    tensors = (case["q"], case["k"], case["v"], pages.to(device), counts.to(device), None)
+    where: dict[str, Any] = {"page_size": 8, "scale": 0.25}
+    want, want_lse = sparse_decode(*tensors, case["lengths"], **where, backend="torch")
+    for programs, tile in ((1, 128), (3, 16), (64, 16)):
+        monkeypatch.setattr(launch, "programs_of", lambda _, n=programs: n)
+        monkeypatch.setattr(launch, "TILE", tile)
+        out, lse = lists_decode(*tensors, case["lengths"], **where, backend="triton")
+        torch.testing.assert_close(out, want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-5)
+
+
+def test_top_delta_lists_what_a_mask_keeps(device):
+    from sparse_eval.kernels.ffd import rules
+
+    scores = draw(2, 3, 5000, seed=3).to(device)
+    ids, counts = rules.top_delta_triton(scores, delta=1.5, num_sinks=4, num_local=8)
+    forced = torch.cat([scores[..., :4], scores[..., -8:]], -1)
+    keep = scores >= forced.amax(-1, keepdim=True) - 1.5
+    keep[..., :4] = keep[..., -8:] = True
+    assert torch.equal(counts, keep.sum(-1, dtype=torch.int32))
+    for row in range(2):
+        for head in range(3):
+            kept = keep[row, head].nonzero().flatten().int()
+            assert torch.equal(ids[row, head, : len(kept)], kept)
 
 
 @pytest.mark.gpu

@@ -228,6 +228,7 @@ def ffd_step(
         *(thumbnail, k, starts, lengths),
         residual=residual,
         block_table=block_table,
+        fresh=True,
         backend=backend,
     )
     pages, counts = ffd_select(

@@ -132,12 +132,9 @@ def attend_lists_kernel(
         row_pages = pages_ptr + list_id.to(tl.int64) * num_slots
         k_head = k_ptr + kv_head * stride_kg
         v_head = v_ptr + kv_head * stride_vg
-        row_table = table_ptr
         if table_ptr is None:
             k_head += row * stride_kb
             v_head += row * stride_vb
-        else:
-            row_table = table_ptr + row * stride_tb
         head = kv_head * group_size + offs_m
         q_ptrs = q_ptr + row * stride_qb + head[:, None] * stride_qh
         q = tl.load(q_ptrs + offs_d * stride_qd, mask=mask_m[:, None] & (offs_d < D), other=0.0)
@@ -150,7 +147,13 @@ def attend_lists_kernel(
         keys = (k_head, v_head, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
         parts = (None, 0, mask_m)
         if residual_ptr is None:
-            lists = (row_pages, row_table, start, length, count)
+            lists = (
+                row_pages,
+                None if table_ptr is None else table_ptr + row * stride_tb,
+                start,
+                length,
+                count,
+            )
             if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
                 tile = at - list_start
                 while tile < until - list_start:
@@ -180,7 +183,13 @@ def attend_lists_kernel(
             integers = integer_planes(planes, BITS, 1)
             high, low, _ = split_bytes(whole / integers[2][:, None])
             query = (planes, whole, integers, high, low, scale, unit)
-            lists = (row_pages, row_table, start, packed, count)
+            lists = (
+                row_pages,
+                None if table_ptr is None else table_ptr + row * stride_tb,
+                start,
+                packed,
+                count,
+            )
             cached = (codes, steps, residuals, v_head, stride_vb, stride_vn, stride_ve)
             position = positions(at - list_start, row_pages, count, PAGE_SIZE, BLOCK_T)
             step = steps_at(position, steps, packed, CHANNEL)
@@ -203,7 +212,13 @@ def attend_lists_kernel(
             # The partial page, if the list ends here and with it, as a cache of its own.
             last = tl.load(row_pages + count - 1, mask=count > 0, other=-1)
             is_read = (until == list_end) & (last * PAGE_SIZE == packed)
-            rest = (None, row_table, start + packed, length - packed, 0)
+            rest = (
+                None,
+                None if table_ptr is None else table_ptr + row * stride_tb,
+                start + packed,
+                length - packed,
+                0,
+            )
             tile = 0
             end = tl.where(is_read, (length - packed + BLOCK_T - 1) // BLOCK_T, 0)
             while tile < end:

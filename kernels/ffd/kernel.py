@@ -140,9 +140,11 @@ def scan_kernel(
             step = 0.0
             if not CHANNEL:
                 step = tl.load(step_ptr + position, mask=mask_f, other=0.0).to(tl.float32)
-            s = tile_scores(
-                *(x, step, page, query, cached, D, C, BITS, CHANNEL, INTERPRET, BLOCK_C)
-            )
+            if CHANNEL:
+                at_page = step_ptr + page.to(tl.int64) * D
+                integers = page_integers(planes, at_page, C, BITS, offs_c, mask_c)
+            none = tl.zeros([BLOCK_H], tl.float32)
+            s = score_keys(x, step, integers, scale, none, BITS, CHANNEL, INTERPRET)
         s = tl.where(mask_f[:, None], s, float("-inf"))
         pseudo_max = tl.maximum(pseudo_max, tl.max(s, 0))
         at += BLOCK_F
@@ -156,106 +158,162 @@ def scan_kernel(
     end = (program + 1) * num_tiles // tl.num_programs(0)
     count = tl.zeros([TILE_PAGES], tl.int32)
     pages = (num_visible, sink_pages, first_local, threshold, flags_ptr)
-    if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
-        while tile < end:
-            count += scan_tile(
-                *(tile, query, cached, pages, D, C, BITS, PAGE_SIZE, CHANNEL, EXACT, WHOLE),
-                *(INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
-            )
-            tile += 1
+    # Steps are loaded a tile ahead: the pipeline holds only what enters a product.
+    if CHANNEL:
+        s0, s1, s2, s3 = page_steps(tile, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
+        if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
+            while tile < end:
+                steps = (s0, s1, s2, s3)
+                s0, s1, s2, s3 = page_steps(tile + 1, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
+                count += scan_pages(
+                    *(tile, steps, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
+                    *(INTERPRET, BLOCK_C, BLOCK_H, TILE_PAGES),
+                )
+                tile += 1
+        else:
+            for i in tl.range(tile, end):
+                steps = (s0, s1, s2, s3)
+                s0, s1, s2, s3 = page_steps(i + 1, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
+                count += scan_pages(
+                    *(i, steps, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
+                    *(INTERPRET, BLOCK_C, BLOCK_H, TILE_PAGES),
+                )
     else:
-        for i in tl.range(tile, end):
-            count += scan_tile(
-                *(i, query, cached, pages, D, C, BITS, PAGE_SIZE, CHANNEL, EXACT, WHOLE),
-                *(INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
-            )
+        step = token_steps(tile, cached, PAGE_SIZE, BLOCK_N)
+        if INTERPRET:
+            while tile < end:
+                ahead = token_steps(tile + 1, cached, PAGE_SIZE, BLOCK_N)
+                count += scan_tokens(
+                    *(tile, step, query, cached, pages, C, BITS, PAGE_SIZE, WHOLE, INTERPRET),
+                    *(BLOCK_C, BLOCK_H, BLOCK_N),
+                )
+                step = ahead
+                tile += 1
+        else:
+            for i in tl.range(tile, end):
+                ahead = token_steps(i + 1, cached, PAGE_SIZE, BLOCK_N)
+                count += scan_tokens(
+                    *(i, step, query, cached, pages, C, BITS, PAGE_SIZE, WHOLE, INTERPRET),
+                    *(BLOCK_C, BLOCK_H, BLOCK_N),
+                )
+                step = ahead
     tl.store(sums_ptr + program, tl.sum(count, 0))
 
 
 @triton.jit
-def scan_tile(
+def token_steps(tile, cached, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The steps of a tile's tokens, in the keys' dtype; 0 beyond the full pages."""
+    offs_n = tl.arange(0, BLOCK_N)
+    mask = offs_n < cached[2] * PAGE_SIZE - tile * BLOCK_N
+    return tl.load(cached[1] + tile.to(tl.int64) * BLOCK_N + offs_n, mask=mask, other=0.0)
+
+
+@triton.jit
+def page_steps(
     tile,
-    query,
     cached,
-    pages,
     D: tl.constexpr,
     C: tl.constexpr,
     BITS: tl.constexpr,
+    TILE_PAGES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The steps of a tile's pages, plane by plane [TILE_PAGES, BLOCK_C]; four, of 4 bits two."""
+    offs_p, offs_c = tl.arange(0, TILE_PAGES), tl.arange(0, BLOCK_C)
+    mask = (offs_p < cached[2] - tile * TILE_PAGES)[:, None] & (offs_c < C)[None, :]
+    ptrs = cached[1] + tile.to(tl.int64) * (TILE_PAGES * D)
+    ptrs += offs_p[:, None] * D + offs_c[None, :]
+    s0 = tl.load(ptrs, mask=mask, other=0.0)
+    s1 = tl.load(ptrs + C, mask=mask, other=0.0)
+    if BITS == 2:
+        s2 = tl.load(ptrs + 2 * C, mask=mask, other=0.0)
+        s3 = tl.load(ptrs + 3 * C, mask=mask, other=0.0)
+    else:
+        s2 = s0
+        s3 = s1
+    return s0, s1, s2, s3
+
+
+@triton.jit
+def scan_tokens(
+    tile,
+    step,
+    query,
+    cached,
+    pages,
+    C: tl.constexpr,
+    BITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    EXACT: tl.constexpr,
     WHOLE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Stores the flags of a tile's pages; returns them as int32."""
-    num_visible, sink_pages, first_local, threshold, flags_ptr = pages
-    codes_ptr, step_ptr, num_full = cached
-    TILE_PAGES: tl.constexpr = BLOCK_N // PAGE_SIZE
-    offs_c = tl.arange(0, BLOCK_C)
-    first = tile.to(tl.int64) * BLOCK_N  # the one wide number: lanes add narrow offsets
-    if CHANNEL:
-        offs_p, offs_t = tl.arange(0, TILE_PAGES), tl.arange(0, PAGE_SIZE)
-        token = (offs_p[:, None] * PAGE_SIZE + offs_t[None, :])[:, :, None]
-        mask = (offs_p < num_full - tile * TILE_PAGES)[:, None] & (offs_c < C)[None, :]
-        x_ptrs = codes_ptr + first * C + (token * C + offs_c[None, None, :])
-        if WHOLE:
-            x = tl.load(x_ptrs)  # [TILE_PAGES, PAGE_SIZE, BLOCK_C]
-        else:
-            x = tl.load(x_ptrs, mask=mask[:, None, :], other=0)
-        step_ptrs = step_ptr + tile.to(tl.int64) * (TILE_PAGES * D)
-        step_ptrs += offs_p[:, None] * D + offs_c[None, :]
-        s = pages_scores(
-            *(x, query[0], step_ptrs, mask, query[3], query[4], C, BITS, EXACT, INTERPRET)
-        )
-        above = s - threshold[None, None, :]
+    """Rule token: stores the flags of a tile's pages; returns them as int32."""
+    codes_ptr, _, num_full = cached
+    offs_n, offs_c = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
+    # the one wide number: lanes add narrow offsets
+    x_ptrs = codes_ptr + tile.to(tl.int64) * (BLOCK_N * C)
+    x_ptrs += offs_n[:, None] * C + offs_c[None, :]
+    if WHOLE:
+        x = tl.load(x_ptrs)  # [BLOCK_N, BLOCK_C]
     else:
-        offs_n = tl.arange(0, BLOCK_N)
-        x_ptrs = codes_ptr + first * C + (offs_n[:, None] * C + offs_c[None, :])
-        if WHOLE:
-            x = tl.load(x_ptrs)  # [BLOCK_N, BLOCK_C]
-            step = tl.load(step_ptr + first + offs_n).to(tl.float32)
-        else:
-            mask_n = offs_n < num_full * PAGE_SIZE - tile * BLOCK_N
-            x = tl.load(x_ptrs, mask=mask_n[:, None] & (offs_c < C)[None, :], other=0)
-            step = tl.load(step_ptr + first + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-        page = tile * TILE_PAGES
-        s = tile_scores(
-            *(x, step, page, query, cached, D, C, BITS, CHANNEL, INTERPRET, BLOCK_C)
-        )
-        above = s - threshold[None, :]
-    best = tl.max(tl.reshape(above, [TILE_PAGES, PAGE_SIZE * BLOCK_H]), 1)
-    page = tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
-    is_forced = (page < sink_pages) | (page >= first_local)
-    keep = ((best >= 0) & (page < num_full)) | is_forced
-    keep = (keep & (page < num_visible)).to(tl.int32)
-    tl.store(flags_ptr + page, keep.to(tl.uint8), mask=page < num_visible)
-    return keep
+        mask = offs_n < num_full * PAGE_SIZE - tile * BLOCK_N
+        x = tl.load(x_ptrs, mask=mask[:, None] & (offs_c < C)[None, :], other=0)
+    _, integers, slack, scale, _ = query
+    wide = step.to(tl.float32)
+    s = score_keys(x, wide, integers, scale, slack, BITS, False, INTERPRET)
+    above = tl.reshape(s - pages[3][None, :], [BLOCK_N // PAGE_SIZE, PAGE_SIZE * BLOCK_H])
+    return flag_pages(tile, tl.max(above, 1), num_full, pages, BLOCK_N // PAGE_SIZE)
 
 
 @triton.jit
-def tile_scores(
-    x,  # [N, BLOCK_C] codes
-    step,  # [N] float32
-    page,  # under rule channel, the one page of the tile
+def scan_pages(
+    tile,
+    steps,
     query,
     cached,
-    D: tl.constexpr,
+    pages,
     C: tl.constexpr,
     BITS: tl.constexpr,
-    CHANNEL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    EXACT: tl.constexpr,
+    WHOLE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    TILE_PAGES: tl.constexpr,
 ):
-    """Scores without the bound's slack, or with that of `query` under rule token."""
-    planes, integers, slack, scale, _ = query
-    if CHANNEL:
-        offs_c = tl.arange(0, BLOCK_C)
-        page_steps = cached[1] + page.to(tl.int64) * D
-        integers = page_integers(planes, page_steps, C, BITS, offs_c, offs_c < C)
-    return score_keys(x, step, integers, scale, slack, BITS, CHANNEL, INTERPRET)
+    """Rule channel: stores the flags of a tile's pages; returns them as int32."""
+    codes_ptr, _, num_full = cached
+    offs_p, offs_t = tl.arange(0, TILE_PAGES), tl.arange(0, PAGE_SIZE)
+    offs_c = tl.arange(0, BLOCK_C)
+    token = (offs_p[:, None] * PAGE_SIZE + offs_t[None, :])[:, :, None]
+    x_ptrs = codes_ptr + tile.to(tl.int64) * (TILE_PAGES * PAGE_SIZE * C)
+    x_ptrs += token * C + offs_c[None, None, :]
+    if WHOLE:
+        x = tl.load(x_ptrs)  # [TILE_PAGES, PAGE_SIZE, BLOCK_C]
+    else:
+        mask = (offs_p < num_full - tile * TILE_PAGES)[:, None] & (offs_c < C)[None, :]
+        x = tl.load(x_ptrs, mask=mask[:, None, :], other=0)
+    planes, _, _, scale, width = query
+    s = pages_scores(x, planes, steps, scale, width, BITS, EXACT, INTERPRET)
+    above = tl.reshape(s - pages[3][None, None, :], [TILE_PAGES, PAGE_SIZE * BLOCK_H])
+    return flag_pages(tile, tl.max(above, 1), num_full, pages, TILE_PAGES)
+
+
+@triton.jit
+def flag_pages(tile, above, num_full, pages, TILE_PAGES: tl.constexpr):
+    """Stores whether each page of a tile is read: it has a token not below the threshold, or is
+    forced."""
+    num_visible, sink_pages, first_local, _, flags_ptr = pages
+    page = tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
+    is_forced = (page < sink_pages) | (page >= first_local)
+    keep = ((above >= 0) & (page < num_full)) | is_forced
+    keep = (keep & (page < num_visible)).to(tl.int32)
+    tl.store(flags_ptr + page, keep.to(tl.uint8), mask=page < num_visible)
+    return keep
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from sparse_eval.kernels.thumbnail import Residual, Thumbnail
 from sparse_eval.kernels.thumbnail.launch import form_of, tile_of
 
 MAX_PROGRAMS = 1024
+TILE = 128 if INTERPRETED else 64  # tokens of an attention tile
 
 
 def ffd_select_triton(
@@ -45,7 +46,9 @@ def ffd_select_triton(
     (rows, heads, d), kv_heads = q.shape, t.codes.shape[1]
     block_n = scan_tile_of(t, block_n)
     tile_pages = block_n // t.page_size
-    num_blocks = num_blocks or blocks_of(rows * kv_heads, triton.cdiv(t.num_pages, tile_pages), q)
+    num_warps = num_warps or 4
+    tiles = triton.cdiv(t.num_pages, tile_pages)
+    num_blocks = num_blocks or blocks_of(rows * kv_heads, tiles, q, num_warps)
     forced = (sink_pages + local_pages) * t.page_size
     table = None if block_table is None else block_table.expand(rows, -1).contiguous()
 
@@ -79,7 +82,7 @@ def ffd_select_triton(
             BLOCK_D=max(16, triton.next_power_of_2(d)),
             BLOCK_F=tile_of(t, min(256, max(16, triton.next_power_of_2(forced)))),
             BLOCK_N=block_n,
-            num_warps=num_warps or 4,
+            num_warps=num_warps,
             num_stages=num_stages or 3,
             enable_fp_fusion=True,
         )
@@ -104,9 +107,10 @@ def scan_tile_of(thumbnail: Thumbnail, block_n: int | None) -> int:
     return max(size, block_n or most)
 
 
-def blocks_of(lists: int, tiles: int, q: Tensor) -> int:
-    """Programs that scan one list: four per multiprocessor in all, each with a tile of its own."""
-    wanted = triton.cdiv(4 * multiprocessors(q.device), lists)
+def blocks_of(lists: int, tiles: int, q: Tensor, num_warps: int = 4) -> int:
+    """Programs that scan one list: sixteen warps per multiprocessor in all, each program with a
+    tile of its own."""
+    wanted = triton.cdiv(16 // num_warps * multiprocessors(q.device), lists)
     return max(1, min(tiles, wanted, MAX_PROGRAMS))
 
 
@@ -135,7 +139,7 @@ def lists_decode_triton(
     (rows, heads, d), e, kv_heads = q.shape, v.shape[3], k.shape[1]
     lists, group_size = rows * kv_heads, heads // kv_heads
     table = None if block_table is None else block_table.expand(rows, -1).contiguous()
-    block_t = block_t or (128 if INTERPRETED else 64)
+    block_t = block_t or TILE
     if t is None:
         form = {"D": d, "C": 1, "BITS": 2, "PAGE_SIZE": page_size, "CHANNEL": False, "BLOCK_C": 1}
         block_d = max(16, triton.next_power_of_2(d))

@@ -97,9 +97,12 @@ def extend_thumbnail(
     *,
     residual: Residual | None = None,
     block_table: Tensor | None = None,
+    fresh: bool = False,
     backend: str = "torch",
 ) -> None:
     """Writes each row's newest full page in place, and the residual's if given.
+
+    fresh: only where the row's newest token has filled it, which is enough once per new token.
 
     k, starts, lengths, block_table as in sparse_decode; rows without a full page are left alone.
     Page p of row b is [starts + p · page_size, …), so a thumbnail's token 0 is a row's first."""
@@ -108,11 +111,11 @@ def extend_thumbnail(
     if backend == "triton":
         from sparse_eval.kernels.thumbnail.launch import pack_triton
 
-        pack_triton(thumbnail, residual, k, starts, lengths, block_table)
+        pack_triton(thumbnail, residual, k, starts, lengths, block_table, fresh=fresh)
         return
     codes = None if residual is None else residual.codes
     reference.extend_reference(
-        *(thumbnail, codes, unit_of(thumbnail), k, starts, lengths, block_table)
+        *(thumbnail, codes, unit_of(thumbnail), k, starts, lengths, block_table, fresh)
     )
 
 

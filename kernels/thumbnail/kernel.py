@@ -203,25 +203,19 @@ def page_integers(planes, step_ptr, C: tl.constexpr, BITS: tl.constexpr, offs_c,
 def pages_scores(
     x,  # [pages, N, C] codes of whole pages
     planes,  # the query's, [C, heads]
-    step_ptrs,  # [pages, C], of the first plane
-    mask,
+    steps,  # by plane, [pages, C]
     scale,
     width,  # |scale| · reach, where scores are raised by their error bound
-    C: tl.constexpr,
     BITS: tl.constexpr,
     RAISE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Rule channel: scores of several pages, [pages, N, heads] float32."""
-    s0 = tl.load(step_ptrs, mask=mask, other=0.0).to(tl.float32)
-    s1 = tl.load(step_ptrs + C, mask=mask, other=0.0).to(tl.float32)
-    q0 = planes[0][None, :, :] * s0[:, :, None]
-    q1 = planes[1][None, :, :] * s1[:, :, None]
+    q0 = planes[0][None, :, :] * steps[0].to(tl.float32)[:, :, None]
+    q1 = planes[1][None, :, :] * steps[1].to(tl.float32)[:, :, None]
     if BITS == 2:
-        s2 = tl.load(step_ptrs + 2 * C, mask=mask, other=0.0).to(tl.float32)
-        s3 = tl.load(step_ptrs + 3 * C, mask=mask, other=0.0).to(tl.float32)
-        q2 = planes[2][None, :, :] * s2[:, :, None]
-        q3 = planes[3][None, :, :] * s3[:, :, None]
+        q2 = planes[2][None, :, :] * steps[2].to(tl.float32)[:, :, None]
+        q3 = planes[3][None, :, :] * steps[3].to(tl.float32)[:, :, None]
         scaled = (q0, q1, q2, q3)
     else:
         scaled = (q0, q1)
@@ -318,6 +312,7 @@ def pack_kernel(
     BLOCK_SIZE: tl.constexpr,
     CHANNEL: tl.constexpr,
     WRITE_CODES: tl.constexpr,  # False: codes and steps stand, the residual is written
+    FRESH: tl.constexpr,  # only pages that a row's newest token has filled
     PDL: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -331,6 +326,8 @@ def pack_kernel(
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + row)
         page = length // PAGE_SIZE - 1
+        if FRESH:
+            page = tl.where(length % PAGE_SIZE == 0, page, -1)
     k_ptr += kv_head.to(tl.int64) * stride_kg
     if table_ptr is None:
         k_ptr += row * stride_kb
@@ -361,27 +358,19 @@ def pack_kernel(
         if CHANNEL:
             step_ptrs = step_ptr + (cache * (num_tokens // PAGE_SIZE) + page) * D + offs_c
             mask_step = mask_c
-            largest = tl.max(tl.abs(planes[0]), 0)
         else:
             step_ptrs = step_ptr + offs_key
             mask_step = mask_t
             largest = planes_max(planes, BITS, 1)
+            step = new_step(largest, coverage, step_ptrs, mask_step, WRITE_CODES)
         byte = tl.zeros([BLOCK_TOKENS, BLOCK_C], tl.int32)
         for i in tl.static_range(8 // BITS):
             if CHANNEL:
                 largest = tl.max(tl.abs(planes[i]), 0)
                 place = step_ptrs + i * C
+                wide = new_step(largest, coverage, place, mask_step, WRITE_CODES)[None, :]
             else:
-                place = step_ptrs
-            if WRITE_CODES:
-                step = round_up((largest * coverage).to(tl.float64), step_ptr.dtype.element_ty)
-                tl.store(place, step, mask=mask_step)
-            else:
-                step = tl.load(place, mask=mask_step, other=0.0)
-            if CHANNEL:
-                wide = step.to(tl.float32)[None, :]
-            else:
-                wide = step.to(tl.float32)[:, None]
+                wide = step[:, None]
             code = tl.zeros([BLOCK_TOKENS, BLOCK_C], tl.int32)
             for cell in tl.static_range(1 - (1 << (BITS - 1)), 1 << (BITS - 1)):
                 code += (planes[i] >= cell * wide).to(tl.int32)
@@ -394,3 +383,14 @@ def pack_kernel(
                 tl.store(residual_ptrs + i * C, rest.to(tl.uint8), mask=mask)
         if WRITE_CODES:
             tl.store(codes_ptrs, byte.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def new_step(largest, coverage, ptrs, mask, WRITE: tl.constexpr):
+    """The step for a largest magnitude, stored and in float32; without WRITE the stored one."""
+    if WRITE:
+        step = round_up((largest * coverage).to(tl.float64), ptrs.dtype.element_ty)
+        tl.store(ptrs, step, mask=mask)
+    else:
+        step = tl.load(ptrs, mask=mask, other=0.0)
+    return step.to(tl.float32)

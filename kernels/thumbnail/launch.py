@@ -24,8 +24,10 @@ def pack_triton(
     *,
     num_pages: int = 1,
     write_codes: bool = True,
+    fresh: bool = False,
 ) -> None:
-    """Packs each row's newest full page, or without lengths the first num_pages of every cache."""
+    """Packs each row's newest full page (fresh: where its newest token filled it), or without
+    lengths the first num_pages of every cache."""
     t = thumbnail
     assert t.codes.is_contiguous() and t.step.is_contiguous()
     assert residual is None or residual.codes.is_contiguous()
@@ -42,6 +44,7 @@ def pack_triton(
             **form_of(t),
             BLOCK_SIZE=1 if block_table is None else k.shape[2],
             WRITE_CODES=write_codes,
+            FRESH=fresh,
             PDL=can_overlap_launches(k.device),
             BLOCK_TOKENS=triton.next_power_of_2(t.page_size),
             num_warps=4,

@@ -105,12 +105,13 @@ def extend_reference(
     starts_B: Tensor | None,
     lengths_B: Tensor,
     block_table: Tensor | None,
+    fresh: bool,
 ) -> None:
     """One row at a time, its newest full page."""
     size = thumbnail.page_size
     for row in range(len(lengths_B)):
         page = int(lengths_B[row]) // size - 1
-        if page < 0:
+        if page < 0 or (fresh and int(lengths_B[row]) % size):
             continue
         first = page * size + (0 if starts_B is None else int(starts_B[row]))
         token = torch.arange(first, first + size, device=k.device)
