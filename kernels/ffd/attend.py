@@ -42,7 +42,7 @@ def tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE: tl.constexpr, BLOCK_T:
 @triton.jit
 def share(part, parts, total):
     """Where part number `part` of `parts` equal ones of a total begins."""
-    return (part.to(tl.int64) * total // parts).to(tl.int32)
+    return (part.to(tl.int64) * total // tl.maximum(parts, 1)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "codes_batch"])
@@ -114,8 +114,9 @@ def attend_lists_kernel(
     tiles = tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE, BLOCK_T, BLOCK_L)
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
-    at = share(program, tl.num_programs(0), total)
-    stop = share(program + 1, tl.num_programs(0), total)
+    workers = tl.minimum(tl.num_programs(0), total)  # so that each has a tile, or there is none
+    at = share(tl.minimum(program, workers), workers, total)
+    stop = share(tl.minimum(program + 1, workers), workers, total)
     list_id = tl.sum((ends <= at).to(tl.int32), 0)  # the list that tile `at` lies in
     while at < stop:
         is_this = tl.arange(0, BLOCK_L) == list_id
@@ -416,8 +417,9 @@ def merge_pieces_kernel(
     start = tl.sum(tl.where(lists < list_id, tiles, 0), 0)
     num_tiles = tl.sum(tl.where(lists == list_id, tiles, 0), 0)
     # tile t is of the last program whose share begins at or before it
-    first = (((start + 1).to(tl.int64) * num_programs - 1) // total).to(tl.int32)
-    last = (((start + num_tiles).to(tl.int64) * num_programs - 1) // total).to(tl.int32)
+    workers = tl.minimum(num_programs, total)
+    first = (((start + 1).to(tl.int64) * workers - 1) // total).to(tl.int32)
+    last = (((start + num_tiles).to(tl.int64) * workers - 1) // total).to(tl.int32)
     piece = first + list_id
     end = tl.where(num_tiles > 0, last + list_id + 1, piece)
 
