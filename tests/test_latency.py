@@ -19,11 +19,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparse_eval.__main__ import main
 from sparse_eval.cli.kits import KITS
 from sparse_eval.kernels.sparse_decode import sparse_decode
+from sparse_eval.kernels.thumbnail import pack_residual, pack_thumbnail
 from sparse_eval.latency.baselines import Attend, other_kernels, those_that_run
 from sparse_eval.latency.cell import Cell
 from sparse_eval.latency.clock import timing
-from sparse_eval.latency.config import Shapes, check_latency, latency_config
+from sparse_eval.latency.config import FFD_PARTS, Shapes, check_latency, latency_config
+from sparse_eval.latency.ffd_cell import FFDBuffer, FFDCell
 from sparse_eval.latency.replay import captured_lists
+from sparse_eval.latency.rules import kept, matched, top_p
 from sparse_eval.policies.quest import Quest
 from sparse_eval.policies.window import Window
 from sparse_eval.reporting.page_live import live_page
@@ -56,6 +59,9 @@ def test_without_a_gpu_it_ends_with_one_line_and_exit_code_2(monkeypatch, capsys
         ({"contexts": [4096, "8k"]}, "task.contexts must be an integer >= 16"),
         ({"graph": ["yes"]}, "task.graph must be a list of true and false"),
         ({"repeats": 1}, "task.repeats must be an integer >= 3"),
+        ({"densities": [0.1, 1.5]}, "task.densities must be a number between 0 and 1"),
+        ({"keep_ratio": 0}, "task.keep_ratio must be a number between 0 and 1"),
+        ({"scales": "head"}, "task.scales must be one of token, channel"),
         ({"lists": "nowhere.safetensors"}, "task.lists must be scattered or a capture's path"),
         (
             {"shapes": {"num_heads": 5, "num_kv_heads": None, "head_dim": None}},
@@ -78,6 +84,10 @@ def test_only_quest_has_a_select_to_time():
         check_latency(TASK, INFO, Quest(metadata_dtype="float32"), "cuda")
     check_latency(TASK, INFO, Quest(page_size=16), "cuda")
     check_latency(TASK, INFO, Quest(page_size=16, metadata_dtype="int8"), "cuda")
+    with pytest.raises(ValueError, match="powers of two up to 512, got 48"):
+        check_latency(TASK | {"what": ["ffd_step"]}, INFO, Quest(page_size=48), "cuda")
+    thin = {"what": ["ffd_step", "rules"], "contexts": [2**19]}  # Quest's own limit is not theirs
+    check_latency(TASK | thin, INFO, Quest(page_size=16), "cuda")
 
 
 def test_shapes_come_from_the_model_or_the_task():
@@ -314,6 +324,56 @@ def test_flashinfer_gets_what_its_documentation_asks_for_and_plans_once(monkeypa
     tried = those_that_run(other_kernels().good, q, k, v, truth)
     torch.testing.assert_close(tried.good["flashinfer"](q, k, v), truth)
     assert FakeDecode.plans == 1
+def test_bytes_of_a_top_delta_step_counted_by_hand():
+    cell = FFDCell(
+        *(2, 4096, Shapes(12, 2, 128), torch.bfloat16, 16, 1, 2, "token"),
+        device=torch.device("cpu"),
+    )
+    k = torch.zeros(2, 2, 4096, 128, dtype=torch.bfloat16)
+    t = pack_thumbnail(k, page_size=16)
+    buffer = FFDBuffer(k[:, :, 0], k, k, t, pack_residual(k, t))
+    tokens = 2 * 2 * 4096
+    assert cell.dense_bytes == tokens * 512
+    assert cell.bytes_of("ffd_select", buffer, 0.25) == tokens * (32 + 2)
+    assert cell.bytes_of("ffd_attend", buffer, 0.25) == tokens * 512 // 4
+    refined = tokens * (32 + 2 + 128 + 256) // 4
+    assert cell.bytes_of("ffd_step_residual", buffer, 0.25) == tokens * 34 + refined
+    assert (cell.length, cell.full_pages, cell.local_full) == (4095, 255, 1)
+
+
+def test_three_rules_keep_one_share_of_the_same_scores():
+    scores = torch.randn(2, 3, 4000, generator=torch.Generator().manual_seed(0))
+    m = matched(scores, 0.25, 16, 32)
+    forced = torch.cat([scores[..., :16], scores[..., -32:]], -1).amax(-1, keepdim=True)
+    by_delta = (scores >= forced - m.delta).float().mean()
+    assert m.k == 1000 and float(by_delta) == pytest.approx(0.25, abs=0.002)
+    _, counts = top_p(scores, m.p)
+    assert float(counts.float().mean()) / 4000 == pytest.approx(0.25, abs=0.01)
+    shares = kept(
+        {"top_k": lambda i: scores.topk(m.k), "top_p": lambda i: top_p(scores, m.p)}, scores
+    )
+    assert shares["top_k"] == 0.25 and shares["top_p"] == pytest.approx(0.25, abs=0.01)
+
+
+def test_top_delta_rows_have_pictures_and_tables_of_their_own(tmp_path, capsys):
+    from rich.console import Console
+
+    quest = pd.DataFrame(latency_rows())
+    step = quest[quest["what"] == "step"].assign(what="ffd_step", budget_tokens=float("nan"))
+    rows = pd.concat(
+        [
+            quest,
+            step.assign(density_target=0.05, density=0.052),
+            step.assign(density_target=0.18, density=0.183),
+            step.assign(what="top_k", keep_ratio=0.273, density=0.273),
+        ]
+    )
+    parts = split_latency(rows)
+    assert [len(part) for part in parts.values()] == [16, 8, 8, 8]
+    assert "top-δ, 18% read" in list(parts)[2] and "rules, 27.3% kept" in list(parts)[3]
+    assert len(latency_pictures(rows, tmp_path)) == 3 + 3 * 2
+    print_results(rows.to_dict("records"), None, Console(width=200))  # type: ignore
+    assert "ffd_step, 18.3%" in capsys.readouterr().out
 
 
 def test_timing_is_a_median_with_its_tenths():
@@ -351,12 +411,11 @@ def test_the_table_stars_what_fits_in_the_cache(capsys):
     assert "1.00 (25%)*" in shown and "0.68×" in shown and "eager" in shown
 
 
-@pytest.mark.gpu
-def test_the_whole_task_on_this_gpu(tmp_path):
+def whole_task(tmp_path, **change: Any) -> pd.DataFrame:
     from sparse_eval.cli.progress import Progress
     from sparse_eval.results import CellStore
 
-    task = TASK | {"batches": [2], "contexts": [8192], "repeats": 5}
+    task = TASK | {"batches": [2], "contexts": [8192], "repeats": 5} | change
     shapes = {"num_heads": 12, "num_kv_heads": 2, "head_dim": 128}
     settings = SimpleNamespace(
         task=task | {"shapes": shapes},
@@ -375,8 +434,25 @@ def test_the_whole_task_on_this_gpu(tmp_path):
         seed=0,
     )
     kit = KITS["latency"]
-    rows = next(iter(kit.task(settings, Progress()).run(CellStore(tmp_path))))  # type: ignore
-    frame = pd.DataFrame(rows)
+    batches = kit.task(settings, Progress()).run(CellStore(tmp_path))  # type: ignore
+    return pd.DataFrame([row for rows in batches for row in rows])
+
+
+@pytest.mark.gpu
+def test_top_delta_and_the_rules_on_this_gpu(tmp_path):
+    frame = whole_task(tmp_path, what=["sdpa", *FFD_PARTS, "rules"], densities=[0.1, 0.3])
+    graphs = frame[frame["graph"]]
+    assert set(graphs["what"]) == {"sdpa", *FFD_PARTS, "top_delta", "top_k", "top_p"}
+    assert (graphs["median_us"] > 0).all()
+    parts = graphs[graphs["what"].isin(FFD_PARTS)]
+    assert (abs(parts["density"] - parts["density_target"]) < 0.02).all()
+    rules = graphs[graphs["keep_ratio"].notna()]
+    assert len(rules) == 3 and (abs(rules["density"] - 0.273) < 0.02).all()
+
+
+@pytest.mark.gpu
+def test_the_whole_task_on_this_gpu(tmp_path):
+    frame = whole_task(tmp_path)
     graphs = frame[frame["graph"]].set_index("what")["median_us"]
     assert set(graphs.index) == {"sdpa", "dense", "metadata", "select", "attend", "step"}
     assert (frame["median_us"] > 0).all() and (frame["ceiling_fraction"] < 1.1).all()

@@ -9,10 +9,18 @@ from sparse_eval.kernels.thumbnail.api import (
     unpack,
     unpack_residual,
 )
-from sparse_eval.kernels.thumbnail.format import BITS, RULES, Residual, Thumbnail, can_use_triton
+from sparse_eval.kernels.thumbnail.format import (
+    BITS,
+    MAX_TRITON_PAGE_SIZE,
+    RULES,
+    Residual,
+    Thumbnail,
+    can_use_triton,
+)
 
 __all__ = [
     "BITS",
+    "MAX_TRITON_PAGE_SIZE",
     "RULES",
     "Residual",
     "Thumbnail",

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from sparse_eval.kernels.quest_select import can_select
+from sparse_eval.kernels.thumbnail import MAX_TRITON_PAGE_SIZE, RULES, can_use_triton
 from sparse_eval.latency.replay import check_replay
 from sparse_eval.policies.quest import Quest
 
-WHAT = ("sdpa", "dense", "metadata", "select", "attend", "step", "generate")
+QUEST_PARTS = ("dense", "metadata", "select", "attend", "step")
+FFD_PARTS = ("ffd_select", "ffd_attend", "ffd_attend_residual", "ffd_step", "ffd_step_residual")
+WHAT = ("sdpa", *QUEST_PARTS, "generate", *FFD_PARTS, "rules")
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class LatencyConfig:
     """batches, contexts: rows and tokens of each cell. graph: which launch modes. repeats: replays
     timed. working_set: bytes the buffers rotate over, in L2 sizes. steps: attention steps in one
     graph, at least. lists: None: scattered page lists; a path: lists replayed from that capture.
-    new_tokens: of what=generate, which decodes one row."""
+    new_tokens: of what=generate, which decodes one row. densities: shares of the tokens that a KV
+    head's union reads in the ffd parts; scales: their thumbnails' step rule; keep_ratio: share of
+    the tokens that a query head keeps in what=rules."""
 
     what: tuple[str, ...]
     batches: tuple[int, ...]
@@ -37,6 +42,9 @@ class LatencyConfig:
     steps: int
     lists: Path | None
     new_tokens: int
+    densities: tuple[float, ...]
+    scales: str
+    keep_ratio: float
     shapes: Shapes
 
 
@@ -70,6 +78,11 @@ def latency_config(task: Mapping[str, Any], info: Any) -> LatencyConfig:
         steps=whole_number("task.steps", task["steps"], 1),
         lists=None if lists == "scattered" else Path(lists),
         new_tokens=whole_number("task.new_tokens", task["new_tokens"], 2),
+        densities=tuple(
+            share("task.densities", x) for x in listed("task.densities", task["densities"])
+        ),
+        scales=scales_of(task["scales"]),
+        keep_ratio=share("task.keep_ratio", task["keep_ratio"]),
         shapes=shapes_of(task["shapes"], info),
     )
 
@@ -90,6 +103,14 @@ def check_latency(task: Mapping[str, Any], info: Any, policy: Any, device: str) 
             "task=latency times Quest's select kernel: policy must be quest with metadata_dtype "
             f"auto or int8, got {given}"
         )
+    uses_thumbnails = {*FFD_PARTS, "rules"} & {*config.what}
+    if uses_thumbnails and not can_use_triton(policy.page_size):
+        raise ValueError(
+            f"task.what={sorted(uses_thumbnails)[0]} takes page sizes that are powers of two up to "
+            f"{MAX_TRITON_PAGE_SIZE}, got {policy.page_size}"
+        )
+    if not {*QUEST_PARTS, "generate"} & {*config.what}:
+        return
     num_pages = max(config.contexts) // policy.page_size
     if not can_select(policy.group, num_pages):
         raise ValueError(
@@ -120,6 +141,18 @@ def listed(name: str, value: Any) -> list[Any]:
     if not values:
         raise ValueError(f"{name} must have at least one value, got []")
     return values
+
+
+def share(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ValueError(f"{name} must be a number between 0 and 1, got {value!r}")
+    return float(value)
+
+
+def scales_of(value: Any) -> str:
+    if value not in RULES:
+        raise ValueError(f"task.scales must be one of {', '.join(RULES)}, got {value!r}")
+    return str(value)
 
 
 def whole_number(name: str, value: Any, least: int) -> int:

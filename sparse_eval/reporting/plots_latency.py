@@ -23,6 +23,14 @@ COLOURS = {
     "select": "#B4568F",
     "attend": "#00855F",
     "step": "#0072B2",
+    "ffd_select": "#B4568F",
+    "ffd_attend": "#00855F",
+    "ffd_attend_residual": "#7FB800",
+    "ffd_step": "#0072B2",
+    "ffd_step_residual": "#56B4E9",
+    "top_delta": "#0072B2",
+    "top_k": "#D55E00",
+    "top_p": "#B97900",
 }
 MARKERS = {"sdpa": "X", "dense": "*", "metadata": "v", "select": "D", "attend": "s", "step": "o"}
 OTHERS = "#D55E00"

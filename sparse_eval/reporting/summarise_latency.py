@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pandas as pd
 
 SETTING = ("model", "device", "dtype", "page_size", "budget_tokens", "lists")
+TARGETS = ("density_target", "keep_ratio")
 WORK = ("what", "baseline", "batch", "context", "graph")
 TABLE = (
     "batch",
@@ -17,10 +20,14 @@ TABLE = (
     "terabytes_per_s",
     "ceiling_fraction",
     "l2_resident",
+    "density",
+    "delta",
     "baseline",
     "speedup_vs_sdpa",
     "speedup_vs_best",
     "model_speedup_bound",
+    "floor_speedup",
+    "top_delta_speedup",
     "tokens_per_second",
 )
 
@@ -29,12 +36,25 @@ def split_latency(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Latency rows by what must be equal in one picture: a name for each setting, and each run
     where runs timed the same."""
     parts: dict[str, pd.DataFrame] = {}
-    for key, part in rows.groupby(list(SETTING), sort=False, dropna=False):
-        model, device, dtype, page_size, budget, lists = key
-        name = f"{model} shapes, {device}, {dtype}, page {page_size:.0f}, budget {budget:,.0f}"
+    # rows of older runs have no targets
+    targets = [name for name in TARGETS if name in rows]
+    for key, part in rows.groupby([*SETTING, *targets], sort=False, dropna=False):
+        model, device, dtype, page_size, budget, lists = key[: len(SETTING)]
+        name = f"{model} shapes, {device}, {dtype}, page {page_size:.0f}, "
+        name += aim_of(dict(zip(targets, key[len(SETTING) :], strict=True)), budget)
         name = name if lists == "scattered" else f"{name}, lists of {lists}"
         parts |= split_runs(name, part)
     return parts
+
+
+def aim_of(targets: Mapping[str, float], budget: float) -> str:
+    """What a setting's rows were to read."""
+    density, ratio = (targets.get(name, float("nan")) for name in TARGETS)
+    if pd.notna(density):
+        return f"top-δ, {density:.0%} read by a KV head"
+    if pd.notna(ratio):
+        return f"rules, {ratio:.1%} kept by a query head"
+    return f"budget {budget:,.0f}"
 
 
 def split_runs(name: str, part: pd.DataFrame) -> dict[str, pd.DataFrame]:

@@ -16,7 +16,12 @@ NOTE = (
 )
 BOUND = "; model at most: what a whole decode step can gain, weights read once at the ceiling"
 HEAD = ("batch", "context", "what", "mode", "µs", "TB/s", "vs SDPA", "vs best")
-OPTIONAL = {"model at most": "model_speedup_bound", "tokens/s": "tokens_per_second"}
+OPTIONAL = {
+    "floor": "floor_speedup",
+    "by top-δ": "top_delta_speedup",
+    "model at most": "model_speedup_bound",
+    "tokens/s": "tokens_per_second",
+}
 """Columns shown where some row has them."""
 
 
@@ -49,9 +54,12 @@ def optional(head: str, line: Mapping[str, Any]) -> str:
 
 
 def work_of(line: Mapping[str, Any]) -> str:
-    """What was timed; of a baseline, its own name."""
-    name = line.get("baseline")
-    return str(line["what"] if not name or pd.isna(name) else name)
+    """What was timed, and the share of the tokens that it really read where no budget sets that;
+    of a baseline, its own name."""
+    name, density = line.get("baseline"), line.get("density")
+    if name and not pd.isna(name):
+        return str(name)
+    return line["what"] + ("" if density is None or pd.isna(density) else f", {density:.1%}")
 
 
 def mode_of(line: Mapping[str, Any]) -> str:

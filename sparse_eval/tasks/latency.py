@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,8 +23,10 @@ from sparse_eval.device import DTYPES, describe_device, peak_memory_bytes
 from sparse_eval.latency.baselines import Attend, other_kernels, sdpa_variants, those_that_run
 from sparse_eval.latency.cell import Buffer, Cell
 from sparse_eval.latency.clock import Ceiling, Timed, Timing, measure, memory_ceiling
-from sparse_eval.latency.config import LatencyConfig, latency_config
+from sparse_eval.latency.config import FFD_PARTS, LatencyConfig, latency_config
+from sparse_eval.latency.ffd_cell import FFDBuffer, FFDCell
 from sparse_eval.latency.replay import CapturedLists, captured_lists
+from sparse_eval.latency.rules import kept, matched, rule_work
 from sparse_eval.models import model_info
 from sparse_eval.policies.quest import Quest
 from sparse_eval.provenance import code_hash, version_of
@@ -82,17 +84,28 @@ class Latency:
         c = self.config
         torch.manual_seed(self.settings.seed)
         cells = [(b, n) for b in c.batches for n in c.contexts]
-        parts = [what for what in c.what if what != "generate"]
-        if parts:
-            with self.progress.bar("timing", len(cells), unit="cells") as tick:
+        groups = {
+            self.measured: {*PARTS, "sdpa"} - ({"sdpa"} if self.sdpa_is_of_ffd else set()),
+            self.measured_ffd: {*FFD_PARTS},
+            self.measured_rules: {"rules"},
+        }
+        wanted = [measured for measured, names in groups.items() if names & {*c.what}]
+        if wanted:
+            with self.progress.bar("timing", len(cells) * len(wanted), unit="cells") as tick:
                 for batch, context in cells:
-                    yield self.measured(batch, context)
-                    torch.cuda.empty_cache()
-                    tick(1)
+                    for measured in wanted:
+                        yield measured(batch, context)
+                        torch.cuda.empty_cache()
+                        tick(1)
         if "generate" in c.what:
             for context in c.contexts:
                 yield self.generated(context)
                 torch.cuda.empty_cache()
+
+    @property
+    def sdpa_is_of_ffd(self) -> bool:
+        """No part but ffd's is timed: they bring their own SDPA rows."""
+        return bool({*FFD_PARTS} & {*self.config.what}) and not {*PARTS} & {*self.config.what}
 
     def cell(self, batch: int, context: int) -> Cell:
         s = self.settings
@@ -139,11 +152,120 @@ class Latency:
         spent = time.perf_counter() - started
         return [row | {"seconds": spent / len(rows)} for row in rows]
 
+    @torch.inference_mode()
+    def measured_ffd(self, batch: int, context: int) -> list[Row]:
+        """Top-δ parts at each union density, and SDPA in the same turns."""
+        started = time.perf_counter()
+        ceiling, s, c = self.ceiling, self.settings, self.config
+        p = self.policy
+        cell = FFDCell(
+            *(batch, context, c.shapes, DTYPES[s.dtype]),
+            *(p.page_size, p.sink_pages, p.local_pages, c.scales, torch.device(s.device)),
+        )
+        buffers = [
+            cell.buffer() for _ in range(cell.num_buffers(int(c.working_set * self.l2_bytes)))
+        ]
+        parts = [what for what in FFD_PARTS if what in c.what]
+        dense = self.baselines(self.cell(batch, context), buffers) if "sdpa" in c.what else {}
+        rows: list[Row] = []
+        for target in c.densities:
+            readings = [cell.reading(x, target) for x in buffers]
+            steps = cell.work(buffers, readings)
+            density = sum(r.density for r in readings) / len(readings)
+            for graph in c.graph:
+                work = {what: self.timed(steps[what], len(buffers), graph) for what in parts}
+                for name, attend in dense.items():
+                    work[name] = self.timed(over(attend, buffers), len(buffers), graph)
+                timings = measure(work, repeats=c.repeats, seed=s.seed)
+                best_us = min((timings[n].median_us for n in dense), default=NAN)
+                for name, t in timings.items():
+                    moved = (
+                        cell.dense_bytes
+                        if name in dense
+                        else cell.bytes_of(name, buffers[0], density)
+                    )
+                    rows.append(
+                        self.common(batch, context)
+                        | self.timing_columns(t, moved, graph, ceiling)
+                        | {
+                            "what": "sdpa" if name.startswith("sdpa") else name,
+                            "policy": "ffd",
+                            "policy_config": {
+                                "scales": c.scales,
+                                "bits": buffers[0].thumbnail.bits,
+                                "delta": readings[0].delta,
+                            },
+                            "adaptive": True,
+                            "budget_tokens": NAN,
+                            "density_target": target,
+                            "density": 1.0 if name in dense else density,
+                            "delta": readings[0].delta,
+                            "l2_resident": moved * len(buffers) <= self.l2_bytes,
+                            "baseline": name if name in dense else "",
+                            "speedup_vs_sdpa": best_us / t.median_us,
+                            "speedup_vs_best": best_us / t.median_us,
+                            "floor_speedup": cell.dense_bytes / moved,
+                            "buffers": len(buffers),
+                        }
+                    )
+        spent = time.perf_counter() - started
+        return [row | {"seconds": spent / len(rows)} for row in rows]
+
+    @torch.inference_mode()
+    def measured_rules(self, batch: int, context: int) -> list[Row]:
+        """Top-k, top-p and top-δ per query head on the same scores at one keep ratio."""
+        started = time.perf_counter()
+        ceiling, c, p = self.ceiling, self.config, self.policy
+        shape = (batch, c.shapes.num_heads, context)
+        num_bytes = 4 * batch * c.shapes.num_heads * context
+        count = max(1, min(16, int(c.working_set * self.l2_bytes) // num_bytes + 1))
+        scores = [torch.randn(shape, device=self.settings.device) for _ in range(count)]
+        forced = (max(1, p.sink_pages * p.page_size), p.local_pages * p.page_size)
+        numbers = matched(scores[0], c.keep_ratio, *forced)
+        steps = rule_work(scores, numbers, *forced)
+        shares = kept(steps, scores[0])
+        rows: list[Row] = []
+        for graph in c.graph:
+            work = {name: self.timed(step, count, graph) for name, step in steps.items()}
+            timings = measure(work, repeats=c.repeats, seed=self.settings.seed)
+            for name, t in timings.items():
+                rows.append(
+                    self.common(batch, context)
+                    | self.timing_columns(t, num_bytes, graph, ceiling)
+                    | {
+                        "what": name,
+                        "policy": name,
+                        "policy_config": vars(numbers),
+                        "adaptive": name != "top_k",
+                        "budget_tokens": NAN,
+                        "keep_ratio": c.keep_ratio,
+                        "density": shares[name],
+                        "l2_resident": num_bytes * count <= self.l2_bytes,
+                        "baseline": "",
+                        "top_delta_speedup": t.median_us / timings["top_delta"].median_us,
+                        "buffers": count,
+                    }
+                )
+        spent = time.perf_counter() - started
+        return [row | {"seconds": spent / len(rows)} for row in rows]
+
+    def timing_columns(self, t: Timing, moved: int, graph: bool, ceiling: Ceiling) -> Row:
+        rate = moved / t.median_us * 1e6
+        return {
+            "graph": graph,
+            "median_us": t.median_us,
+            "p10_us": t.p10_us,
+            "p90_us": t.p90_us,
+            "bytes": moved,
+            "terabytes_per_s": rate / 1e12,
+            "ceiling_fraction": rate / ceiling.best,
+        }
+
     def timed(self, step: Callable[[int], object], num_buffers: int, graph: bool) -> Timed:
         rounds = -(-self.config.steps // num_buffers)
         return Timed(step, num_buffers, rounds * num_buffers, graph)
 
-    def baselines(self, cell: Cell, buffers: list[Buffer]) -> dict[str, Attend]:
+    def baselines(self, cell: Cell, buffers: Sequence[Buffer | FFDBuffer]) -> dict[str, Attend]:
         """The fastest SDPA variant, found by a short trial, and what else can be imported."""
         x = buffers[0]
         truth = reference_attention(x)
@@ -183,19 +305,12 @@ class Latency:
             what = "sdpa" if name.startswith("sdpa") else name
             kind = what if what in needed else "dense"
             moved = cell.bytes_of(kind)
-            rate = moved / t.median_us * 1e6
             rows.append(
                 self.common(cell.batch, cell.context)
+                | self.timing_columns(t, moved, graph, ceiling)
                 | {
                     "what": what,
-                    "graph": graph,
                     "l2_resident": needed[kind] * moved <= self.l2_bytes,
-                    "median_us": t.median_us,
-                    "p10_us": t.p10_us,
-                    "p90_us": t.p90_us,
-                    "bytes": moved,
-                    "terabytes_per_s": rate / 1e12,
-                    "ceiling_fraction": rate / ceiling.best,
                     "baseline": name if name in dense else "",
                     "speedup_vs_sdpa": sdpa_us / t.median_us,
                     "speedup_vs_best": best_us / t.median_us,
@@ -301,7 +416,7 @@ class Latency:
         )
 
 
-def over(attend: Attend, buffers: list[Buffer]) -> Callable[[int], object]:
+def over(attend: Attend, buffers: Sequence[Buffer | FFDBuffer]) -> Callable[[int], object]:
     def step(i: int) -> object:
         x = buffers[i]
         return attend(x.q, x.k, x.v)
@@ -309,7 +424,7 @@ def over(attend: Attend, buffers: list[Buffer]) -> Callable[[int], object]:
     return step
 
 
-def reference_attention(x: Buffer) -> Tensor:
+def reference_attention(x: Buffer | FFDBuffer) -> Tensor:
     """Dense attention in float32, one row at a time: [B, H, D]."""
     kv_heads, scale = x.k.shape[1], x.q.shape[2] ** -0.5
     rows = []
