@@ -173,16 +173,15 @@ def device(request) -> str:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("bits", "rule"), FORMATS)
 def test_the_kernel_packs_bit_for_bit_as_torch_does(bits, rule, dtype, device):
-    k = keys(2, 2, 53, 24, dtype=dtype).to(device)
-    form: dict[str, Any] = {"page_size": 8, "bits": bits, "rule": rule, "capacity": 64}
-    for coverage in (1.0, 0.7):
-        t = pack_thumbnail(k, backend="triton", coverage=coverage, **form)
-        want = pack_thumbnail(k, coverage=coverage, **form)
-        assert torch.equal(t.codes, want.codes) and torch.equal(t.step, want.step)
-        left, left_want = pack_residual(k, t, backend="triton"), pack_residual(k, want)
-        differs = left.codes != left_want.codes
-        # a fused multiply-add may cross a cell's edge where float32 keys need rounding
-        assert not differs.any() or (dtype == torch.float32 and differs.float().mean() < 1e-3)
+    k = keys(1, 2, 21, 24, dtype=dtype).to(device)
+    form: dict[str, Any] = {"page_size": 8, "bits": bits, "rule": rule, "capacity": 32}
+    form["coverage"] = 1.0 if bits == 2 else 0.7
+    t, want = pack_thumbnail(k, backend="triton", **form), pack_thumbnail(k, **form)
+    assert torch.equal(t.codes, want.codes) and torch.equal(t.step, want.step)
+    left, left_want = pack_residual(k, t, backend="triton"), pack_residual(k, want)
+    differs = left.codes != left_want.codes
+    # a fused multiply-add may cross a cell's edge where float32 keys need rounding
+    assert not differs.any() or (dtype == torch.float32 and differs.float().mean() < 1e-2)
 
 
 @pytest.mark.parametrize("rule", ["token", "channel"])
@@ -210,14 +209,17 @@ def test_the_kernel_extends_as_torch_does_also_from_a_shuffled_pool(rule, device
 
 
 @pytest.mark.parametrize(("bits", "rule"), FORMATS)
-@pytest.mark.parametrize("group_size", [1, 6, 12])
-def test_the_kernel_scores_as_torch_does(group_size, bits, rule, device):
-    for dtype, head_dim in ((torch.float32, 24), (torch.bfloat16, 64), (torch.float16, 16)):
-        q = keys(3, 2 * group_size, head_dim, dtype=dtype, seed=2).to(device)
-        k = keys(1, 2, 40, head_dim, dtype=dtype).to(device)
-        t = pack_thumbnail(k, page_size=8, bits=bits, rule=rule)
-        score, want = thumbnail_scores(q, t, 0.25, backend="triton"), thumbnail_scores(q, t, 0.25)
-        torch.testing.assert_close(score, want, rtol=1e-4, atol=2e-3)
+@pytest.mark.parametrize(
+    ("group_size", "head_dim", "dtype"),
+    [(1, 24, torch.float32), (6, 64, torch.bfloat16), (12, 16, torch.float16)],
+    ids=str,
+)
+def test_the_kernel_scores_as_torch_does(group_size, head_dim, dtype, bits, rule, device):
+    q = keys(2, 2 * group_size, head_dim, dtype=dtype, seed=2).to(device)
+    k = keys(1, 2, 16, head_dim, dtype=dtype).to(device)
+    t = pack_thumbnail(k, page_size=8, bits=bits, rule=rule)
+    score, want = thumbnail_scores(q, t, 0.25, backend="triton"), thumbnail_scores(q, t, 0.25)
+    torch.testing.assert_close(score, want, rtol=1e-4, atol=2e-3)
 
 
 def test_integer_queries_score_exactly(device):
