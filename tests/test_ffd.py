@@ -286,6 +286,47 @@ def test_a_step_packs_selects_and_attends(pooled, refine, device):
     assert all(torch.equal(x, y) for x, y in zip(again, (out, lse, pages, counts), strict=True))
 
 
+@pytest.mark.parametrize("pseudo_max", ["thumbnail", "exact"])
+def test_pads_never_shift_a_page(pseudo_max, device):
+    case = with_values(make_case(device, [75, 41], integers=False), e=24)
+    t, left = case.pop("thumbnail"), case.pop("residual")
+    options = RULE | {"delta": 0.5, "backend": "triton"}
+    lists = ffd_select(case["q"], case["k"], t, None, case["lengths"], **options)
+    plain = residual_decode(
+        **case,
+        thumbnail=t,
+        residual=left,
+        pages=lists[0],
+        counts=lists[1],
+        scale=0.25,
+        backend="triton",
+    )
+    starts = torch.tensor([0, 5], dtype=torch.int32, device=device)
+    shifted = {}
+    for name in ("k", "v"):  # row 1 moves five tokens on, behind pads that nothing may read
+        x = torch.full_like(case[name], torch.nan)
+        x[0], x[1, :, 5:46] = case[name][0], case[name][1, :, :41]
+        shifted[name] = x
+    moved = case | shifted | {"starts": starts}
+    options["pseudo_max"] = pseudo_max
+    at = (None, case["lengths"])
+    want = ffd_select(case["q"], case["k"], t, *at, **options)
+    got = ffd_select(case["q"], moved["k"], t, starts, case["lengths"], **options)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    for backend in ("torch", "triton"):
+        out, lse = residual_decode(
+            **moved,
+            thumbnail=t,
+            residual=left,
+            pages=lists[0],
+            counts=lists[1],
+            scale=0.25,
+            backend=backend,
+        )
+        torch.testing.assert_close(out, plain[0], rtol=0, atol=5e-4)
+        torch.testing.assert_close(lse, plain[1], rtol=0, atol=5e-4)
+
+
 def test_an_infinite_delta_attends_as_dense_does(device):
     case = with_values(make_case(device, [96, 61], integers=False))
     t, step = case.pop("thumbnail"), RULE | {"delta": INF, "backend": "triton"}
