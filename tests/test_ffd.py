@@ -191,10 +191,11 @@ def test_the_kernel_keeps_what_torch_keeps_in_every_form(form, device):
 def test_many_programs_and_tiles_write_one_ascending_list(device, monkeypatch):
     from sparse_eval.kernels.ffd import launch
 
-    case = make_case(device, [1000, 777], tokens=1000, page_size=1)
+    case = make_case(device, [600, 377], tokens=600, page_size=1)
     want = ffd_select(**case, **RULE, backend="torch")
-    for programs in (1, 3):
-        monkeypatch.setattr(launch, "blocks_of", lambda *_, n=programs: n)
+    for programs, tile in ((1, 256), (3, 64)):
+        plan = launch.Plan(tile, 4, programs)
+        monkeypatch.setattr(launch, "plan_of", lambda *_, plan=plan: plan)
         got = ffd_select(**case, **RULE, backend="triton")
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 

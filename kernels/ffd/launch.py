@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -15,7 +17,8 @@ from sparse_eval.kernels.thumbnail import Residual, Thumbnail
 from sparse_eval.kernels.thumbnail.launch import form_of, tile_of
 
 MAX_PROGRAMS = 1024
-TILE = 128 if INTERPRETED else 64  # tokens of an attention tile
+LONG_SHARE = 16  # tiles of 64 tokens that pay for a program of one warp
+TILE, TILE_BYTES = 128, 32 * 1024  # of an attention tile, at most: tokens, bytes of K or of V
 
 
 def ffd_select_triton(
@@ -44,11 +47,11 @@ def ffd_select_triton(
     t = thumbnail
     assert t.codes.is_contiguous() and t.step.is_contiguous()
     (rows, heads, d), kv_heads = q.shape, t.codes.shape[1]
-    block_n = scan_tile_of(t, block_n)
+    plan = plan_of(t, rows * kv_heads, q.device)
+    block_n, num_warps = block_n or plan.block_n, num_warps or plan.num_warps
     tile_pages = block_n // t.page_size
-    num_warps = num_warps or 4
     tiles = triton.cdiv(t.num_pages, tile_pages)
-    num_blocks = num_blocks or blocks_of(rows * kv_heads, tiles, q, num_warps)
+    num_blocks = num_blocks or min(tiles, plan.num_blocks)
     forced = (sink_pages + local_pages) * t.page_size
     table = None if block_table is None else block_table.expand(rows, -1).contiguous()
 
@@ -100,18 +103,31 @@ def ffd_select_triton(
     return pages, counts
 
 
-def scan_tile_of(thumbnail: Thumbnail, block_n: int | None) -> int:
-    """Tokens of a tile, whole pages; rule channel prepares the query for every page of it."""
-    size = thumbnail.page_size
-    most = 256 if thumbnail.rule == "token" else min(256, 8 * size)
-    return max(size, block_n or most)
+@dataclass(frozen=True)
+class Plan:
+    """block_n: tokens of a tile; num_blocks: programs per list."""
+
+    block_n: int
+    num_warps: int
+    num_blocks: int
 
 
-def blocks_of(lists: int, tiles: int, q: Tensor, num_warps: int = 4) -> int:
-    """Programs that scan one list: sixteen warps per multiprocessor in all, each program with a
-    tile of its own."""
-    wanted = triton.cdiv(16 // num_warps * multiprocessors(q.device), lists)
-    return max(1, min(tiles, wanted, MAX_PROGRAMS))
+def plan_of(thumbnail: Thumbnail, lists: int, device: torch.device) -> Plan:
+    """Tiles of the scan by shape, measured on one H200 (docs/performance.md).
+
+    Many programs of one warp, which wait for nobody, where each has work enough to pay for its own
+    pseudo-max; else fewer of four. Rule channel prepares the query for every page of a tile."""
+    size, sms = thumbnail.page_size, multiprocessors(device)
+    if INTERPRETED:  # it pays per tile
+        return Plan(max(size, 256 if thumbnail.rule == "token" else 4 * size), 4, 2)
+    if thumbnail.rule == "channel":
+        tile, warps, per_sm = 8 * size, 2, 8
+    elif lists * thumbnail.num_tokens >= 64 * LONG_SHARE * 12 * sms and size <= 64:
+        tile, warps, per_sm = 64, 1, 12
+    else:
+        tile, warps, per_sm = 256, 4, 4
+    num_blocks = max(1, min(triton.cdiv(per_sm * sms, lists), MAX_PROGRAMS))
+    return Plan(max(size, min(tile, 256)), warps, num_blocks)
 
 
 def lists_decode_triton(
@@ -139,7 +155,8 @@ def lists_decode_triton(
     (rows, heads, d), e, kv_heads = q.shape, v.shape[3], k.shape[1]
     lists, group_size = rows * kv_heads, heads // kv_heads
     table = None if block_table is None else block_table.expand(rows, -1).contiguous()
-    block_t = block_t or TILE
+    token_bytes = triton.next_power_of_2(max(d, e)) * q.element_size()
+    block_t = block_t or max(16, min(TILE, TILE_BYTES // token_bytes))
     if t is None:
         form = {"D": d, "C": 1, "BITS": 2, "PAGE_SIZE": page_size, "CHANNEL": False, "BLOCK_C": 1}
         block_d = max(16, triton.next_power_of_2(d))
@@ -188,7 +205,7 @@ def lists_decode_triton(
             BLOCK_D=block_d,
             BLOCK_E=max(16, triton.next_power_of_2(e)),
             num_warps=num_warps or 4,
-            num_stages=num_stages or 3,
+            num_stages=num_stages or 2,
             enable_fp_fusion=True,
         )
         merge_pieces_kernel[(rows * heads, triton.cdiv(e, 32))](

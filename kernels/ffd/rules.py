@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparse_eval.kernels.sparse_decode.kernel import INTERPRETED, pdl_launch, pdl_wait
+from sparse_eval.kernels.sparse_decode.kernel import pdl_launch, pdl_wait
 from sparse_eval.kernels.sparse_decode.launch import can_overlap_launches, multiprocessors
 
 BLOCK = 2048
@@ -26,7 +26,6 @@ def flag_kernel(
     num_sinks,
     num_local,
     PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -46,28 +45,16 @@ def flag_kernel(
     num_tiles = (num_tokens + BLOCK - 1) // BLOCK
     tile = program * num_tiles // programs
     end = (program + 1) * num_tiles // programs
-    row_ptrs = (scores_ptr, flags_ptr)
-    if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
-        while tile < end:
-            count += flag_tile(tile, row_ptrs, threshold, num_tokens, num_sinks, num_local, BLOCK)
-            tile += 1
-    else:
-        for i in tl.range(tile, end, num_stages=3):
-            count += flag_tile(i, row_ptrs, threshold, num_tokens, num_sinks, num_local, BLOCK)
+    while tile < end:
+        offs = tile * BLOCK + tl.arange(0, BLOCK)
+        mask = offs < num_tokens
+        s = tl.load(scores_ptr + offs, mask=mask, other=0.0)
+        keep = (s >= threshold) | (offs < num_sinks) | (offs >= num_tokens - num_local)
+        keep = (keep & mask).to(tl.int32)
+        tl.store(flags_ptr + offs, keep.to(tl.uint8), mask=mask)
+        count += keep
+        tile += 1
     tl.store(sums_ptr + row * programs + program, tl.sum(count, 0))
-
-
-@triton.jit
-def flag_tile(tile, row_ptrs, threshold, num_tokens, num_sinks, num_local, BLOCK: tl.constexpr):
-    """Stores whether each token of a tile is kept; returns it as int32."""
-    scores_ptr, flags_ptr = row_ptrs
-    offs = tile * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < num_tokens
-    s = tl.load(scores_ptr + offs, mask=mask, other=0.0)
-    keep = (s >= threshold) | (offs < num_sinks) | (offs >= num_tokens - num_local)
-    keep = (keep & mask).to(tl.int32)
-    tl.store(flags_ptr + offs, keep.to(tl.uint8), mask=mask)
-    return keep
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -115,7 +102,7 @@ def top_delta_triton(
     assert scores_BHN.is_contiguous() and scores_BHN.dtype == torch.float32
     rows, num_tokens = scores_BHN.shape[0] * scores_BHN.shape[1], scores_BHN.shape[2]
     device = scores_BHN.device
-    wanted = triton.cdiv(32 * multiprocessors(device), rows)
+    wanted = triton.cdiv(8 * multiprocessors(device), rows)
     programs = max(1, min(triton.cdiv(num_tokens, BLOCK), wanted, 1024))
     flags = torch.empty(rows, num_tokens, dtype=torch.uint8, device=device)
     sums = torch.empty(rows, programs, dtype=torch.int32, device=device)
@@ -126,7 +113,6 @@ def top_delta_triton(
         flag_kernel[(programs, rows)](
             *(scores_BHN, flags, sums, float(delta), num_tokens, num_sinks, num_local),
             PDL=pdl,
-            INTERPRET=INTERPRETED,
             BLOCK_F=triton.next_power_of_2(max(16, num_sinks + num_local)),
             BLOCK=BLOCK,
             num_warps=8,
