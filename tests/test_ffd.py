@@ -23,6 +23,8 @@ from sparse_eval.kernels.thumbnail import (
 )
 
 INF = math.inf
+ATTEND: Any = sparse_decode
+REFINED: Any = residual_decode
 RULE: dict[str, Any] = {"delta": 2.0, "sink_pages": 1, "local_pages": 2, "scale": 0.25}
 
 
@@ -213,7 +215,7 @@ def with_values(case: dict[str, Any], e: int | None = None) -> dict[str, Any]:
     [
         {},
         {"bits": 4},
-        {"rule": "channel"},
+        {"rule": "channel", "page_size": 16},
         {"page_size": 32, "coverage": 0.8},
         {"page_size": 1, "tokens": 40},
         {"dtype": torch.bfloat16, "head_dim": 64, "group_size": 6},
@@ -237,14 +239,14 @@ def test_attention_by_residual_is_that_of_the_refined_keys(form, device):
         full = length // t.page_size * t.page_size
         keys[row, :, full:] = k.double().expand(2, -1, -1, -1)[row, :, full:]
     where: dict[str, Any] = {"page_size": t.page_size, "scale": 0.25, "backend": "torch"}
-    want, want_lse = sparse_decode(
+    want, want_lse = ATTEND(
         *(case["q"].double(), keys, case["v"].double().expand(2, -1, -1, -1)),
         *(pages, counts, None, case["lengths"]),
         **where,
     )
     close = 1e-4 if k.dtype == torch.float32 else 2e-2
     for backend in ("torch", "triton"):
-        got = residual_decode(**case, pages=pages, counts=counts, scale=0.25, backend=backend)
+        got = REFINED(**case, pages=pages, counts=counts, scale=0.25, backend=backend)
         torch.testing.assert_close(got[0].double(), want, rtol=0, atol=close)
         torch.testing.assert_close(got[1].double(), want_lse, rtol=0, atol=1e-3)
 
@@ -278,9 +280,9 @@ def test_a_step_packs_selects_and_attends(pooled, refine, device):
     tensors = (case["q"], case["k"], case["v"])
     lists = (pages, counts, None, case["lengths"])
     if refine:
-        near = residual_decode(*tensors, truth, left, *lists, scale=0.25, backend="torch")
+        near = REFINED(*tensors, truth, left, *lists, scale=0.25, backend="torch")
     else:
-        near = sparse_decode(*tensors, *lists, page_size=8, scale=0.25, backend="torch")
+        near = ATTEND(*tensors, *lists, page_size=8, scale=0.25, backend="torch")
     torch.testing.assert_close(out.float(), near[0].float(), rtol=0, atol=2e-2)
     torch.testing.assert_close(lse, near[1], rtol=0, atol=1e-3)
     again = ffd_step(**step, **cache, thumbnail=t, residual=residual, backend="triton")
@@ -293,7 +295,7 @@ def test_pads_never_shift_a_page(pseudo_max, device):
     t, left = case.pop("thumbnail"), case.pop("residual")
     options = RULE | {"delta": 0.5, "backend": "triton"}
     lists = ffd_select(case["q"], case["k"], t, None, case["lengths"], **options)
-    plain = residual_decode(
+    plain = REFINED(
         **case,
         thumbnail=t,
         residual=left,
@@ -315,7 +317,7 @@ def test_pads_never_shift_a_page(pseudo_max, device):
     got = ffd_select(case["q"], moved["k"], t, starts, case["lengths"], **options)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     for backend in ("torch", "triton"):
-        out, lse = residual_decode(
+        out, lse = REFINED(
             **moved,
             thumbnail=t,
             residual=left,
@@ -333,7 +335,7 @@ def test_an_infinite_delta_attends_as_dense_does(device):
     t, step = case.pop("thumbnail"), RULE | {"delta": INF, "backend": "triton"}
     case.pop("residual")
     out, lse, _, _ = ffd_step(**case, **step, thumbnail=t, residual=None)
-    want, want_lse = sparse_decode(
+    want, want_lse = ATTEND(
         *(case["q"], case["k"], case["v"], None, None, None, case["lengths"]),
         page_size=8,
         scale=0.25,
@@ -345,7 +347,8 @@ def test_an_infinite_delta_attends_as_dense_does(device):
 
 def test_nothing_unwritten_is_read(device, monkeypatch):
     case = with_values(make_case(device, [96, 61]))
-    want, empty = None, torch.empty
+    want: Any = None
+    empty = torch.empty
     for poison in (0x55, 0xFF):
 
         def poisoned(*shape: Any, value: int = poison, **options: Any) -> Tensor:
@@ -369,10 +372,10 @@ def test_lists_of_any_lengths_attend_as_sparse_decode_does(device, monkeypatch):
     counts = torch.tensor([[12, 1], [0, 0], [5, 0], [2, 11], [1, 1]], dtype=torch.int32)
     for row in range(5):
         for head in range(2):
-            pages[row, head, : counts[row, head]] = torch.arange(counts[row, head])
+            pages[row, head, : counts[row, head]] = torch.arange(int(counts[row, head]))
     tensors = (case["q"], case["k"], case["v"], pages.to(device), counts.to(device), None)
     where: dict[str, Any] = {"page_size": 8, "scale": 0.25}
-    want, want_lse = sparse_decode(*tensors, case["lengths"], **where, backend="torch")
+    want, want_lse = ATTEND(*tensors, case["lengths"], **where, backend="torch")
     for programs, tile in ((1, 128), (3, 16), (64, 16)):
         monkeypatch.setattr(launch, "programs_of", lambda _, n=programs: n)
         monkeypatch.setattr(launch, "TILE", tile)
@@ -416,6 +419,15 @@ def test_a_graph_of_one_step_stays_right_while_the_cache_grows():
         chosen = {n: case[n] for n in ("q", "k", "thumbnail", "starts", "lengths")}
         counts = ffd_select(**chosen, **RULE, backend="torch")[1]
         assert (kept[3] - counts).abs().max() <= 1  # a score at the threshold may fall either way
+
+
+def test_pages_too_small_for_a_product_are_refused():
+    case = with_values(make_case("cpu", [32], page_size=8, rule="channel"))
+    lists: dict[str, Any] = {"pages": torch.zeros(1, 2, 1).int(), "counts": torch.ones(1, 2).int()}
+    with pytest.raises(ValueError, match="pages of 16 tokens or more, got 8"):
+        REFINED(**case, **lists, scale=0.25, backend="triton")
+    out, _ = REFINED(**case, **lists, scale=0.25, backend="torch")
+    assert out.isfinite().all()
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

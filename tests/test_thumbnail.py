@@ -143,7 +143,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_bad_arguments_are_refused_in_one_line(what):
     change, message = BAD[what]
-    good = {"k": torch.zeros(1, 1, 16, 8), "page_size": 8}
+    good: dict[str, Any] = {"k": torch.zeros(1, 1, 16, 8), "page_size": 8}
     with pytest.raises(ValueError, match=message) as failure:
         pack_thumbnail(**good | change)
     assert "\n" not in str(failure.value)

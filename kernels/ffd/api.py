@@ -29,6 +29,8 @@ from sparse_eval.kernels.thumbnail.api import (
 from sparse_eval.kernels.thumbnail.reference import per_token
 
 PSEUDO_MAX = ("thumbnail", "exact")
+MIN_TILE = 16
+"""Tokens that a matrix product over a tile takes at least; under rule channel a tile is one page's."""
 
 
 def ffd_select(
@@ -169,6 +171,11 @@ def residual_decode(
     check_query(q, thumbnail, scale)
     check_keys(k, thumbnail)
     check_thumbnail_backend(backend, q, thumbnail.page_size)
+    if backend == "triton" and thumbnail.rule == "channel" and thumbnail.page_size < MIN_TILE:
+        raise ValueError(
+            f"backend 'triton' attends by residual under rule channel with pages of {MIN_TILE} "
+            f"tokens or more, got {thumbnail.page_size}; use backend 'torch'"
+        )
     if pages.dim() != 3 or pages.shape[1] != k.shape[1]:
         raise ValueError(f"pages must be [B, {k.shape[1]}, K], got {list(pages.shape)}")
     if residual.codes.shape != (*thumbnail.codes.shape[:3], thumbnail.head_dim):
@@ -192,9 +199,9 @@ def residual_decode(
     if block_table is not None:
         k, v = gather_blocks(k, block_table), gather_blocks(v, block_table)
     refined = refined_keys(k, thumbnail, residual, starts, lengths)
+    values = v.to(refined.dtype).expand(len(refined), -1, -1, -1)
     out, lse, _ = sparse_decode_reference(
-        *(q.to(refined.dtype), refined, v.to(refined.dtype).expand(len(refined), -1, -1, -1)),
-        *(pages, counts, starts, lengths),
+        *(q.to(refined.dtype), refined, values, pages, counts, starts, lengths),
         page_size=page_size,
         scale=scale,
     )

@@ -330,7 +330,7 @@ def residual_tile(
         if BITS == 2:
             scaled = (planes[0] * s[0], planes[1] * s[1], planes[2] * s[2], planes[3] * s[3])
         else:
-            scaled = (planes[0] * s[0], planes[1] * s[1])
+            scaled = (planes[0] * s[0], planes[1] * s[1])  # type: ignore[assignment]
         integers = integer_planes(scaled, BITS, 1)
         step_D = tl.load(page_steps + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
         high, low, _ = split_bytes(whole * step_D[None, :] / integers[2][:, None])

@@ -93,7 +93,7 @@ def load_planes(
         p3 = tl.load(row_ptrs + (offs_c + 3 * C) * stride, mask=mask, other=0.0).to(tl.float32)
         planes = (p0, p1, p2, p3)
     else:
-        planes = (p0, p1)
+        planes = (p0, p1)  # type: ignore[assignment]
     return planes
 
 
@@ -134,8 +134,8 @@ def integer_planes(planes, BITS: tl.constexpr, AXIS: tl.constexpr):
         high = (h0, h1, h2, h3)
         low = (l0, l1, l2, l3)
     else:
-        high = (h0, h1)
-        low = (l0, l1)
+        high = (h0, h1)  # type: ignore[assignment]
+        low = (l0, l1)  # type: ignore[assignment]
     return high, low, unit, tl.sum(total, AXIS).to(tl.float32)
 
 
@@ -195,7 +195,7 @@ def page_integers(planes, step_ptr, C: tl.constexpr, BITS: tl.constexpr, offs_c,
     if BITS == 2:
         scaled = (planes[0] * s[0], planes[1] * s[1], planes[2] * s[2], planes[3] * s[3])
     else:
-        scaled = (planes[0] * s[0], planes[1] * s[1])
+        scaled = (planes[0] * s[0], planes[1] * s[1])  # type: ignore[assignment]
     return integer_planes(scaled, BITS, 0)
 
 
@@ -218,7 +218,7 @@ def pages_scores(
         q3 = planes[3][None, :, :] * steps[3].to(tl.float32)[:, :, None]
         scaled = (q0, q1, q2, q3)
     else:
-        scaled = (q0, q1)
+        scaled = (q0, q1)  # type: ignore[assignment]
     high, low, unit, total = integer_planes(scaled, BITS, 1)
     products = code_products(x, high, low, BITS, INTERPRET).to(tl.float32)
     factor = unit * scale  # [pages, heads]

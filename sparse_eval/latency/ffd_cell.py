@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,28 +161,28 @@ class FFDCell:
     def work(self, buffers: list[FFDBuffer], readings: list[Reading]) -> dict[str, Step]:
         """One step of each part through the public doors, on buffer i."""
         lengths = self.lengths()
-        rule = {"sink_pages": self.sink_pages, "local_pages": self.local_pages}
-        where = {"scale": self.scale, "backend": "triton"}
+        where: dict[str, Any] = {"scale": self.scale, "backend": "triton"}
+        rule = where | {"sink_pages": self.sink_pages, "local_pages": self.local_pages}
 
         def select(i: int) -> object:
             x, r = buffers[i], readings[i]
             args = (x.q, x.k, x.thumbnail, None, lengths)
-            return ffd_select(*args, delta=r.delta, **rule, **where)  # type: ignore[arg-type]
+            return ffd_select(*args, delta=r.delta, **rule)
 
         def attend(i: int) -> object:
             x, r = buffers[i], readings[i]
             lists = (r.pages, r.counts, None, lengths)
-            return lists_decode(x.q, x.k, x.v, *lists, page_size=self.page_size, **where)  # type: ignore[arg-type]
+            return lists_decode(x.q, x.k, x.v, *lists, page_size=self.page_size, **where)
 
         def attend_residual(i: int) -> object:
             x, r = buffers[i], readings[i]
             cache = (x.q, x.k, x.v, x.thumbnail, x.residual)
-            return residual_decode(*cache, r.pages, r.counts, None, lengths, **where)  # type: ignore[arg-type]
+            return residual_decode(*cache, r.pages, r.counts, None, lengths, **where)
 
         def step(i: int, refine: bool) -> object:
             x, r = buffers[i], readings[i]
             cache = (x.q, x.k, x.v, x.thumbnail, x.residual if refine else None)
-            return ffd_step(*cache, None, lengths, delta=r.delta, **rule, **where)  # type: ignore[arg-type]
+            return ffd_step(*cache, None, lengths, delta=r.delta, **rule)
 
         parts: tuple[Callable[[int], object], ...] = (
             *(select, attend, attend_residual),

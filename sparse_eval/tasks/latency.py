@@ -159,8 +159,15 @@ class Latency:
         ceiling, s, c = self.ceiling, self.settings, self.config
         p = self.policy
         cell = FFDCell(
-            *(batch, context, c.shapes, DTYPES[s.dtype]),
-            *(p.page_size, p.sink_pages, p.local_pages, c.scales, torch.device(s.device)),
+            batch=batch,
+            context=context,
+            shapes=c.shapes,
+            dtype=DTYPES[s.dtype],
+            page_size=p.page_size,
+            sink_pages=p.sink_pages,
+            local_pages=p.local_pages,
+            scales=c.scales,
+            device=torch.device(s.device),
         )
         buffers = [
             cell.buffer() for _ in range(cell.num_buffers(int(c.working_set * self.l2_bytes)))
