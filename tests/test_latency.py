@@ -29,6 +29,7 @@ from sparse_eval.latency.replay import captured_lists
 from sparse_eval.latency.rules import kept, matched, top_p
 from sparse_eval.policies.quest import Quest
 from sparse_eval.policies.window import Window
+from sparse_eval.reporting.compare_latency import paired_timings
 from sparse_eval.reporting.page_live import live_page
 from sparse_eval.reporting.plots_latency import latency_pictures
 from sparse_eval.reporting.show_latency import print_results
@@ -374,6 +375,10 @@ def test_top_delta_rows_have_pictures_and_tables_of_their_own(tmp_path, capsys):
     assert len(latency_pictures(rows, tmp_path)) == 3 + 3 * 2
     print_results(rows.to_dict("records"), None, Console(width=200))  # type: ignore
     assert "ffd_step, 18.3%" in capsys.readouterr().out
+    pairs = paired_timings(rows, rows.assign(median_us=rows["median_us"] * 2))
+    steps = pairs[pairs["work"] == "ffd_step"]  # each density meets its own
+    assert len(steps) == 16 and set(steps["density_target"]) == {0.05, 0.18}
+    assert (pairs["ratio"] == 2).all()
 
 
 def test_timing_is_a_median_with_its_tenths():

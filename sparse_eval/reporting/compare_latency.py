@@ -18,6 +18,8 @@ SETTING = [
     "page_size",
     "budget_tokens",
     "lists",
+    "density_target",
+    "keep_ratio",
     "num_heads",
     "num_kv_heads",
     "head_dim",
