@@ -28,9 +28,10 @@ METADATA_DTYPES = ("auto", "float32")
 
 
 def build_metadata(
-    kind: type[StateT], call: AttentionCall, page_size: int, summary: Summary
+    kind: Callable[..., StateT], call: AttentionCall, page_size: int, summary: Summary
 ) -> StateT:
-    """A state of `kind` with the summary of every whole page of the extent, sized for capacity."""
+    """A state that `kind` makes of the summary of every whole page of the extent, sized for
+    capacity."""
     state = kind(*summary(pages_of_keys(call, page_size)))
     state.grow(num_pages_of(call.capacity, page_size))
     return state

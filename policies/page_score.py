@@ -60,17 +60,19 @@ class ChannelScorePolicy(PageScorePolicy[ChannelState]):
     metadata_dtype: auto (the keys' own) or float32."""
 
     metadata_dtype: str = "auto"
+    metadata_dtypes: ClassVar[tuple[str, ...]] = METADATA_DTYPES
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_of("metadata_dtype", self.metadata_dtype, METADATA_DTYPES)
+        check_one_of("metadata_dtype", self.metadata_dtype, self.metadata_dtypes)
 
     @abstractmethod
-    def summary(self, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Center and spread over the tokens of keys [..., page_size, D], stored in dtype."""
+    def summary(self, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The state's paged tensors over the tokens of keys [..., page_size, D]: center and spread,
+        stored in dtype."""
 
     def init(self, call: AttentionCall, prompt_queries_BWHD: Tensor | None = None) -> ChannelState:
-        return build_metadata(ChannelState, call, self.page_size, self._summary)
+        return build_metadata(self.new_state, call, self.page_size, self._summary)
 
     def extend(self, state: ChannelState, call: AttentionCall) -> None:
         extend_metadata(state, call, self.page_size, self._summary)
@@ -78,7 +80,10 @@ class ChannelScorePolicy(PageScorePolicy[ChannelState]):
     def score(self, call: AttentionCall, state: ChannelState) -> Tensor:
         return channel_logits(call, state)
 
-    def _summary(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def new_state(self, *tensors: Tensor) -> ChannelState:
+        return ChannelState(*tensors)
+
+    def _summary(self, keys: Tensor) -> tuple[Tensor, ...]:
         return self.summary(keys, metadata_dtype(keys, self.metadata_dtype))
 
 

@@ -7,6 +7,7 @@ max(q·lo, q·hi) equals q·mid + |q|·half.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,21 +15,33 @@ from torch import Tensor
 from sparse_eval.core import AttentionCall
 from sparse_eval.kernels.quest_select import can_select, quest_select, update_metadata
 from sparse_eval.policies.base import Selection, check_one_of, num_pages_of
-from sparse_eval.policies.metadata import ChannelState
+from sparse_eval.policies.metadata import ChannelState, query_page_products
 from sparse_eval.policies.page_score import ChannelScorePolicy
 
 SELECT_BACKENDS = ("auto", "torch", "triton")
+EIGHT_BITS = "int8"
 SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class ByteState(ChannelState):
+    """center int8 and spread uint8, to be multiplied by a page's two scales, [B, G, P, 2]."""
+
+    scales_BGP2: Tensor
+    paged: ClassVar[tuple[str, ...]] = ("center_BGPD", "spread_BGPD", "scales_BGP2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quest(ChannelScorePolicy):
     """Center and spread are the middle and the half-width of the page's key box.
 
-    select_backend: who extends metadata and selects: torch, triton (groups max and sum), or auto:
-    triton on a GPU where it has the group rule, the dtype and room for the pages."""
+    metadata_dtype: auto (the keys' own), float32, or int8, a scale per page: half the bytes, and the
+    box still covers every key. select_backend: who extends metadata and selects: torch, triton
+    (groups max and sum), or auto: triton on a GPU where it has the group rule, the dtype and room
+    for the pages."""
 
     select_backend: str = "auto"
+    metadata_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float32", EIGHT_BITS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,6 +67,7 @@ class Quest(ChannelScorePolicy):
             *(call.k_BGND, state.center_BGPD, state.spread_BGPD, call.starts_B, call.lengths_B),
             page_size=self.page_size,
             backend="triton",
+            scales=scales_of(state),
         )
 
     def select(self, call: AttentionCall, state: ChannelState, budget: int | None) -> Selection:
@@ -69,11 +83,30 @@ class Quest(ChannelScorePolicy):
             group=self.group,
             scale=call.scale,
             backend="triton",
+            scales=scales_of(state),
         )
         return Selection(pages, counts, self.page_size)
 
-    def summary(self, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return key_box(keys, dtype)
+    def score(self, call: AttentionCall, state: ChannelState) -> Tensor:
+        scales = scales_of(state)
+        if scales is None:
+            return super().score(call, state)
+        center = query_page_products(call.q_BHD, state.center_BGPD)
+        spread = query_page_products(call.q_BHD.abs(), state.spread_BGPD)
+        scales = scales.repeat_interleave(call.group_size, 1)  # [B or 1, H, P, 2]
+        return call.scale * (center * scales[..., 0] + spread * scales[..., 1])
+
+    def summary(self, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (
+            key_box_in_8_bits(keys) if self.metadata_dtype == EIGHT_BITS else key_box(keys, dtype)
+        )
+
+    def new_state(self, *tensors: Tensor) -> ChannelState:
+        return ByteState(*tensors) if len(tensors) == 3 else super().new_state(*tensors)
+
+
+def scales_of(state: ChannelState) -> Tensor | None:
+    return state.scales_BGP2 if isinstance(state, ByteState) else None
 
 
 def key_box(keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -83,6 +116,26 @@ def key_box(keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     mid = ((lo + hi) / 2).to(dtype)
     half = torch.maximum(hi - mid.double(), mid.double() - lo)
     return mid, round_up(half, dtype)
+
+
+def key_box_in_8_bits(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in 8 bits: mid int8, half uint8 and a page's scales of the two [..., 2] float32. half
+    is rounded outward from the rounded mid, so the box covers every key."""
+    lo, hi = keys.amin(-2).double(), keys.amax(-2).double()
+    mid = (lo + hi) / 2
+    scale = positive((mid.abs().amax(-1, keepdim=True) / 127).float())
+    code = (mid / scale.double() + 0.5).floor()
+    center = code * scale.double()
+    half = torch.maximum(hi - center, center - lo)
+    half_scale = positive(round_up(half.amax(-1, keepdim=True) / 255, torch.float32))
+    half_code = (half / half_scale.double()).ceil()
+    half_code += half_code * half_scale.double() < half
+    return code.to(torch.int8), half_code.to(torch.uint8), torch.cat((scale, half_scale), -1)
+
+
+def positive(scale: Tensor) -> Tensor:
+    """1 in place of 0: a page of equal keys has no width."""
+    return scale.masked_fill(scale == 0, 1)
 
 
 def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -38,6 +38,15 @@ class ReadRecorder:
         object.__setattr__(self, "_state", state)
         object.__setattr__(self, "touched", set())
 
+    @property
+    def __class__(self) -> Any:
+        """isinstance sees the state's class, as the policy would without the recorder."""
+        return type(self._state)
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        raise TypeError(f"a recorder stays what its state is, got {kind.__name__}")
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._state, name)
         if isinstance(value, Tensor):

@@ -14,6 +14,7 @@ from sparse_eval.cli.compose import Composer
 from sparse_eval.cli.progress import Progress
 from sparse_eval.cli.settings import resolve
 from sparse_eval.evaluator import Evaluator
+from sparse_eval.ledger import ReadRecorder
 from sparse_eval.live import Live
 from sparse_eval.needle.cell import certain
 from sparse_eval.policies.base import Policy
@@ -135,6 +136,27 @@ def test_a_cap_is_kept_and_a_table_mixes_both_kinds(capture):
 def test_infinity_is_kept_in_a_row(capture):
     (row, *_) = measure(capture, [LIMITS[0]], [48], device="cpu").to_dict("records")
     assert '"delta":"inf"' in to_json(row["policy_config"])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Quest(metadata_dtype="int8", **SHARED),
+        FFD(attend="residual", **SHARED),
+        FFD(scales="token", pseudo_max="exact", **SHARED),
+        TopK(score="mean", **SHARED),
+    ],
+    ids=str,
+)
+def test_what_records_reads_changes_no_choice_and_misses_no_tensor(capture, policy):
+    call = capture.replay_call(2)
+    state = policy.init(call)
+    recorder = ReadRecorder(state)
+    budget = None if policy.adaptive else 48
+    plain, recorded = (policy.select(call, s, budget) for s in (state, recorder))
+    assert torch.equal(plain.pages_BSK, recorded.pages_BSK)
+    chosen_by = {name for name in state.paged if not name.startswith("residual")}
+    assert recorder.touched == chosen_by
 
 
 # Live

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 import yaml
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_eval.__main__ import main
 from sparse_eval.cli.kits import KITS
+from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.kernels.thumbnail import pack_residual, pack_thumbnail
+from sparse_eval.latency.baselines import Attend, other_kernels, those_that_run
 from sparse_eval.latency.cell import Cell
 from sparse_eval.latency.clock import timing
 from sparse_eval.latency.config import FFD_PARTS, Shapes, check_latency, latency_config
 from sparse_eval.latency.ffd_cell import FFDBuffer, FFDCell
+from sparse_eval.latency.replay import captured_lists
 from sparse_eval.latency.rules import kept, matched, top_p
 from sparse_eval.policies.quest import Quest
 from sparse_eval.policies.window import Window
@@ -74,7 +81,10 @@ def test_only_quest_has_a_select_to_time():
         check_latency(TASK, INFO, Window(), "cuda")
     with pytest.raises(ValueError, match="32,768 pages"):
         check_latency(TASK, INFO, Quest(page_size=1), "cuda")
+    with pytest.raises(ValueError, match="auto or int8, got quest with float32"):
+        check_latency(TASK, INFO, Quest(metadata_dtype="float32"), "cuda")
     check_latency(TASK, INFO, Quest(page_size=16), "cuda")
+    check_latency(TASK, INFO, Quest(page_size=16, metadata_dtype="int8"), "cuda")
     with pytest.raises(ValueError, match="powers of two up to 512, got 48"):
         check_latency(TASK | {"what": ["ffd_step"]}, INFO, Quest(page_size=48), "cuda")
     thin = {"what": ["ffd_step", "rules"], "contexts": [2**19]}  # Quest's own limit is not theirs
@@ -101,10 +111,220 @@ def test_bytes_are_those_of_the_inputs_counted_by_hand():
     assert cell.bytes_of("attend") == 32 * 2 * 32 * 64 * 128 * 2 * 2
     parts = sum(cell.bytes_of(what) for what in ("metadata", "select", "attend"))
     assert cell.bytes_of("step") == parts
+    eight = Cell(**vars(cell) | {"policy": Quest(page_size=64, metadata_dtype="int8")})
+    assert eight.bytes_of("select") == 32 * 2 * 1024 * (128 + 128 + 4 + 4)
     longer = Cell(**vars(cell) | {"context": 2**17})
     assert longer.bytes_of("attend") == cell.bytes_of("attend")
 
 
+@pytest.fixture
+def saved(capture, tmp_path) -> Path:
+    capture.save(tmp_path / "capture.safetensors")
+    return tmp_path / "capture.safetensors"
+
+
+def cell_of(capture, **changes: Any) -> Cell:
+    """A cell of a capture's shapes whose context holds it."""
+    kv_heads, _, head_dim = capture.layers[0].keys_GND.shape
+    fields: dict[str, Any] = {
+        "batch": 3,
+        "context": 176,
+        "shapes": Shapes(capture.layers[0].queries_THD.shape[1], kv_heads, head_dim),
+        "dtype": torch.float32,
+        "policy": Quest(page_size=16, select_backend="torch"),
+        "budget": 64,
+        "device": torch.device("cpu"),
+    }
+    return Cell(**fields | changes)
+
+
+def test_lists_of_a_capture_are_those_of_its_single_steps(capture, saved):
+    quest = Quest(page_size=16)
+    lists = captured_lists(saved, quest, 64, "cpu")
+    steps = [(layer, t) for layer in capture.layers for t in range(capture.num_queries)]
+    assert len(lists.pages_NGW) == len(steps) > 1
+    for entry, (layer, step) in enumerate(steps):
+        call = capture.step_call(layer, step)
+        want = quest.select(call, quest.init(call), 64)
+        assert torch.equal(lists.pages_NGW[entry], want.pages_BSK[0])
+        assert torch.equal(lists.counts_NG[entry], want.counts_BS[0])
+    pages, counts = lists.drawn(2 * len(steps))()  # each entry twice
+    assert sorted(pages[:, 0].tolist()) == sorted(2 * lists.pages_NGW[:, 0].tolist())
+    assert counts.shape == (2 * len(steps), lists.counts_NG.shape[1])
+
+
+def test_attend_alone_reads_a_captures_lists(capture, saved):
+    lists = captured_lists(saved, Quest(page_size=16), 64, "cpu")
+    cell = cell_of(capture, listed_tokens=lists.mean_tokens)
+    buffer = cell.buffer(lists.drawn(3))
+    if torch.cuda.is_available():
+        pytest.skip("the kernel is compiled in this process")
+    attend: Any = cell.work([buffer])["attend"]
+    out, lse = attend(0)
+    lengths = torch.full((3,), 176, dtype=torch.int32)
+    want, want_lse = sparse_decode(
+        *(buffer.q, buffer.k, buffer.v, buffer.pages, buffer.counts, None, lengths),
+        page_size=16,
+        scale=cell.shapes.head_dim**-0.5,
+        backend="torch",
+    )
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+
+
+@pytest.mark.parametrize("metadata_dtype", ["auto", "int8"])
+def test_every_part_of_a_cell_runs_on_its_buffers(capture, metadata_dtype):
+    if torch.cuda.is_available():
+        pytest.skip("the kernel is compiled in this process")
+    quest = Quest(page_size=16, metadata_dtype=metadata_dtype)
+    cell = cell_of(capture, batch=1, policy=quest)
+    buffer = cell.buffer(cell.scattered_lists)
+    before = [buffer.mid.clone(), buffer.half.clone()]
+    work: dict[str, Any] = dict(cell.work([buffer]))
+    work["metadata"](0)  # what a page that just filled already holds
+    assert torch.equal(buffer.mid, before[0]) and torch.equal(buffer.half, before[1])
+    pages, counts = work["select"](0)
+    out, lse, of_step, _ = work["step"](0)
+    assert torch.equal(pages, of_step) and (counts == 4).all()
+    dense, dense_lse = work["dense"](0)
+    assert out.shape == dense.shape and (lse <= dense_lse + 1e-5).all()
+
+
+def test_bytes_of_attend_are_those_of_the_lists_it_reads(capture, saved):
+    lists = captured_lists(saved, Quest(page_size=16), 64, "cpu")
+    assert lists.mean_tokens == 64  # four pages each
+    cell, shorter = cell_of(capture), cell_of(capture, listed_tokens=40.0)
+    assert cell.bytes_of("attend") == cell_of(capture, listed_tokens=64.0).bytes_of("attend")
+    assert shorter.bytes_of("attend") * 64 == cell.bytes_of("attend") * 40
+    assert shorter.bytes_of("step") == cell.bytes_of("step")  # it selects for itself
+
+
+def test_lists_that_do_not_fit_the_cells_are_refused_in_one_line(capture, saved):
+    kv_heads, tokens, _ = capture.layers[0].keys_GND.shape
+    info = SimpleNamespace(name="tiny", num_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=16)
+    task = TASK | {"lists": str(saved), "contexts": [tokens, 4096]}
+    check_latency(task, info, Quest(page_size=16), "cuda")
+    short = task | {"contexts": [4096, tokens - 1]}
+    other = task | {"shapes": {"num_heads": 12, "num_kv_heads": kv_heads + 1, "head_dim": 16}}
+    other["shapes"]["num_heads"] = 4 * (kv_heads + 1)
+    saved.with_name("torn").write_bytes(saved.read_bytes()[:-9])
+    torn = task | {"lists": str(saved.with_name("torn"))}
+    for changed, message in (
+        (short, f"holds {tokens} tokens, so task.contexts must be at least that"),
+        (other, f"has {kv_heads} KV heads, but task.shapes has {kv_heads + 1}"),
+        (torn, "not a readable capture"),
+    ):
+        with pytest.raises(ValueError, match=message) as failure:
+            check_latency(changed, info, Quest(page_size=16), "cuda")
+        assert "\n" not in str(failure.value)
+
+
+def qkv(rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    shapes = ((rows, 6, 16), (rows, 2, tokens, 16), (rows, 2, tokens, 16))
+    q, k, v = (torch.randn(shape, generator=rng) for shape in shapes)
+    return q, k, v
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, H, D] from k and v [B, G, N, D]."""
+    return scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
+
+
+def install(monkeypatch, name: str, **members: Any) -> None:
+    """A module of this name, as if it were installed."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_what_is_not_installed_is_said():
+    tried = other_kernels()
+    assert set(tried.good) | set(tried.refused) == {"flash_attention_3", "flashinfer"}
+    for name, module in (
+        ("flash_attention_3", "flash_attn_interface"),
+        ("flashinfer", "flashinfer"),
+    ):
+        if find_spec(module) is None:
+            assert tried.refused[name] == f"{module} is not installed"
+
+
+def test_a_baseline_that_fails_or_errs_says_why():
+    q, k, v = qkv(2, 128)
+
+    def fails(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise RuntimeError("no kernel\nfor this GPU")
+
+    variants: dict[str, Attend] = {
+        "right": dense,
+        "wrong": lambda q, k, v: 2 * dense(q, k, v),
+        "fails": fails,
+    }
+    tried = those_that_run(variants, q, k, v, dense(q, k, v))
+    assert list(tried.good) == ["right"]
+    assert tried.refused == {
+        "wrong": "its output is 100% off",
+        "fails": "RuntimeError: no kernel for this GPU",
+    }
+
+
+def test_flash_attention_3_gets_what_its_documentation_asks_for(monkeypatch):
+    q, k, v = qkv(3, 100)
+
+    def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """q [B, 1, H, D]; caches [B, N, G, D] with a contiguous last dimension."""
+        assert q.shape == (3, 1, 6, 16) and k_cache.shape == v_cache.shape == (3, 100, 2, 16)
+        assert k_cache.stride(-1) == v_cache.stride(-1) == 1
+        out = dense(q[:, 0], k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+        return out[:, None]
+
+    install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=flash_attn_with_kvcache)
+    truth = dense(q, k, v)
+    tried = those_that_run(other_kernels().good, q, k, v, truth)
+    assert "flash_attention_3" in tried.good
+
+
+class FakeDecode:
+    """FlashInfer's documented decode wrapper, over a pool in HND, in plain torch."""
+
+    plans = 0
+
+    def __init__(self, workspace, kv_layout, **options):
+        assert workspace.dtype == torch.uint8 and not workspace.any() and kv_layout == "HND"
+        assert options["use_cuda_graph"] and options["use_tensor_cores"]
+        assert len(options["paged_kv_indptr_buffer"]) == 1 + len(
+            options["paged_kv_last_page_len_buffer"]
+        )
+
+    def plan(self, indptr, indices, last, heads, kv_heads, head_dim, page_size, **dtypes):
+        assert indptr.dtype == indices.dtype == last.dtype == torch.int32
+        assert dtypes == {"q_data_type": torch.float32, "kv_data_type": torch.float32}
+        FakeDecode.plans += 1
+        self.planned = (indptr, indices, last, heads, kv_heads, head_dim, page_size)
+
+    def run(self, q, pool):
+        indptr, indices, last, heads, kv_heads, head_dim, page_size = self.planned
+        assert q.shape == (len(last), heads, head_dim)
+        assert pool[0].shape[1:] == (kv_heads, page_size, head_dim)
+        rows = []
+        for i in range(len(last)):
+            ids = indices[int(indptr[i]) : int(indptr[i + 1])].long()
+            live = (len(ids) - 1) * page_size + int(last[i])
+            k, v = (x[ids].transpose(0, 1).flatten(1, 2)[None, :, :live] for x in pool)
+            rows.append(dense(q[i : i + 1], k, v))
+        return torch.cat(rows)
+
+
+@pytest.mark.parametrize("tokens", [128, 100])
+def test_flashinfer_gets_what_its_documentation_asks_for_and_plans_once(monkeypatch, tokens):
+    install(monkeypatch, "flashinfer", BatchDecodeWithPagedKVCacheWrapper=FakeDecode)
+    FakeDecode.plans = 0
+    q, k, v = qkv(3, tokens)
+    truth = dense(q, k, v)
+    tried = those_that_run(other_kernels().good, q, k, v, truth)
+    torch.testing.assert_close(tried.good["flashinfer"](q, k, v), truth)
+    assert FakeDecode.plans == 1
 def test_bytes_of_a_top_delta_step_counted_by_hand():
     cell = FFDCell(
         *(2, 4096, Shapes(12, 2, 128), torch.bfloat16, 16, 1, 2, "token"),

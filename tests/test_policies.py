@@ -16,7 +16,7 @@ from sparse_eval.policies.full import Full
 from sparse_eval.policies.mean_std import MeanStd
 from sparse_eval.policies.oracle import Oracle
 from sparse_eval.policies.page_score import share_in_group
-from sparse_eval.policies.quest import Quest, key_box
+from sparse_eval.policies.quest import Quest, key_box, scales_of
 from sparse_eval.policies.random import Random
 from sparse_eval.policies.snapkv import SnapKV, voted_mass
 from sparse_eval.policies.topk import top_pages
@@ -142,7 +142,7 @@ def test_a_budget_below_the_forced_pages_names_the_minimum(policy):
         (lambda: Window(sink_pages=True), "sink_pages must be an integer >= 0, got True"),
         (lambda: Random(seed=-1), "seed must be an integer >= 0, got -1"),
         (lambda: Quest(group="avg"), "group must be one of max, sum, softmax_sum, per_head"),
-        (lambda: Quest(metadata_dtype="fp8"), "metadata_dtype must be one of auto, float32"),
+        (lambda: Quest(metadata_dtype="fp8"), "metadata_dtype must be one of auto, float32, int8"),
         (lambda: Oracle(per_head="no"), "per_head must be true or false, got 'no'"),  # type: ignore[arg-type]
         (lambda: SnapKV(kernel_size=4), "kernel_size must be odd, got 4"),
         (lambda: SnapKV(pooling="min"), "pooling must be one of avg, max, got 'min'"),
@@ -317,6 +317,26 @@ def test_metadata_may_be_float32():
     call = batch_call([random_text(64).cast(torch.bfloat16)], [64])
     state = Quest(metadata_dtype="float32").init(call)
     assert state.center_BGPD.dtype == state.spread_BGPD.dtype == torch.float32
+
+
+def test_metadata_in_8_bits_covers_every_key_in_half_the_bytes():
+    text = random_text(96)
+    wild = text.k_GND * torch.tensor(10.0) ** torch.randint(-3, 4, text.k_GND.shape)
+    wild[:, 16:32] = 0  # a page of equal keys
+    call = batch_call([replace(text, k_GND=wild).cast(torch.bfloat16)], [96])
+    quest = Quest(page_size=16, metadata_dtype="int8")
+    state = quest.init(call)
+    scales = scales_of(state)
+    assert scales is not None
+    keys = call.k_BGND.double().unflatten(2, (6, 16))
+    mid_scale, half_scale = scales.double().unsqueeze(-2).unbind(-1)
+    mid, half = (x.double() for x in (state.center_BGPD, state.spread_BGPD))
+    mid, half = mid * mid_scale, half * half_scale
+    assert ((keys - mid[:, :, :, None]).abs() <= half[:, :, :, None]).all()
+    logit = call.q_BHD.double().unflatten(1, (2, -1)) @ call.k_BGND.double().mT
+    best = (call.scale * logit).unflatten(-1, (6, 16)).amax(-1).flatten(1, 2)
+    assert (quest.score(call, state) >= best - 1e-3 * best.abs()).all()
+    assert state.center_BGPD.element_size() == state.spread_BGPD.element_size() == 1
 
 
 def test_garbage_beyond_the_end_touches_no_full_page():

@@ -23,6 +23,7 @@ VARIANTS = [
     ("quest", {"group": "softmax_sum"}),
     ("quest", {"group": "per_head"}),
     ("quest", {"metadata_dtype": "float32"}),
+    ("quest", {"metadata_dtype": "int8"}),
     ("oracle", {"per_head": True}),
     ("snapkv", {"pooling": "max", "kernel_size": 3, "window": 8}),
     ("window", {"page_size": 1, "sink_pages": 4, "local_pages": 1}),

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sparse_eval.core import AttentionCall
 from sparse_eval.kernels.quest_select import quest_select, update_metadata
-from sparse_eval.kernels.quest_step import quest_step
+from sparse_eval.kernels.quest_step import quest_step, step_workspace
 from sparse_eval.kernels.sparse_decode import sparse_decode
-from sparse_eval.policies.quest import Quest
+from sparse_eval.policies.quest import Quest, scales_of
 
 SELECT: Any = quest_select
 STEP: Any = quest_step
@@ -72,7 +72,7 @@ def select(call: AttentionCall, quest: Quest, state: Any, budget: int, **options
         *(call.q_BHD, call.k_BGND, state.center_BGPD, state.spread_BGPD),
         *(call.starts_B, call.lengths_B),
         **rule_of(quest, call, budget),
-        **{"backend": "triton", **options},
+        **{"backend": "triton", "scales": scales_of(state), **options},
     )
 
 
@@ -165,11 +165,48 @@ def test_metadata_of_a_full_page_is_written_in_place_and_covers_its_keys(dtype, 
                 assert torch.equal(half[row, :, :full], truth.spread_BGPD[row, :, :full])
 
 
-def test_a_policy_that_extends_by_kernel_selects_as_one_that_rebuilds(device):
+def test_metadata_in_8_bits_is_the_torch_policys_bit_for_bit(device):
+    for dtype, starts in ((torch.bfloat16, None), (torch.float32, [7, 0])):
+        call = make_call(device, [96, 65], dtype=dtype, integers=False, starts=starts)
+        call.k_BGND[0, 0, 87:96] = 0
+        truth = policy(metadata_dtype="int8").init(call)
+        for backend in ("triton", "torch"):
+            got = [x.clone() for x in truth.tensors().values()]
+            for x in got:
+                x[0, :, 5] = x[1, :, 3] = 77
+            mid, half, scales = got
+            update_metadata(
+                *(call.k_BGND, mid, half, call.starts_B, call.lengths_B),
+                page_size=16,
+                backend=backend,
+                scales=scales,
+            )
+            for x, want in zip(got, truth.tensors().values(), strict=True):
+                assert torch.equal(x[0, :, :6], want[0, :, :6])
+                assert torch.equal(x[1, :, :4], want[1, :, :4])
+
+
+@pytest.mark.parametrize("group", ["max", "sum"])
+def test_metadata_in_8_bits_selects_the_pages_of_the_torch_policy(group, device):
+    call = make_call(device, [200, 97, 0], dtype=torch.bfloat16, integers=False)
+    quest = policy(group=group, metadata_dtype="int8")
+    state = quest.init(call)
+    want = quest.select(call, state, 80)
+    rule = rule_of(quest, call, 80) | {"backend": "triton", "scales": scales_of(state)}
+    tensors = (call.q_BHD, call.k_BGND, call.v_BGNE, state.center_BGPD, state.spread_BGPD)
+    for backend in ("triton", "torch"):
+        pages, counts = select(call, quest, state, 80, backend=backend)
+        assert torch.equal(pages, want.pages_BSK) and torch.equal(counts, want.counts_BS)
+    assert torch.equal(STEP(*tensors, None, call.lengths_B, **rule)[2], want.pages_BSK)
+
+
+@pytest.mark.parametrize("metadata_dtype", ["auto", "int8"])
+def test_a_policy_that_extends_by_kernel_selects_as_one_that_rebuilds(metadata_dtype, device):
     call = make_call(device, [61], tokens=100)
-    by_kernel, rebuilt = policy(select_backend="triton"), policy()
+    by_kernel = policy(select_backend="triton", metadata_dtype=metadata_dtype)
+    rebuilt = policy(metadata_dtype=metadata_dtype)
     state = by_kernel.init(call)
-    for length in range(62, 100):
+    for length in (*range(62, 66), *range(78, 82), 96, 99):
         call.lengths_B.fill_(length)
         by_kernel.extend(state, call)
         got = by_kernel.select(call, state, 64)
@@ -201,6 +238,55 @@ def test_a_step_is_update_select_and_attend(device):
     torch.testing.assert_close(lse, near_lse, rtol=1e-5, atol=1e-5)
 
 
+PLANS = {"four launches": True, "three, splits choose": False}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_of_a_step_does_the_same_and_leaves_its_workspace_clean(plan, device):
+    from sparse_eval.kernels.quest_select.launch import ScorePlan
+    from sparse_eval.kernels.quest_step.launch import StepPlan, quest_step_triton
+    from sparse_eval.kernels.sparse_decode.launch import Plan
+
+    call = make_call(device, [96, 200, 0], dtype=torch.bfloat16)
+    quest = policy()
+    state = quest.init(call)
+    want_pages, want_counts = select(call, quest, state, 80, backend="torch")
+    tensors = (call.q_BHD, call.k_BGND, call.v_BGNE)
+    want, want_lse = sparse_decode(
+        *(*tensors, want_pages, want_counts, None, call.lengths_B),
+        page_size=16,
+        scale=call.scale,
+        backend="torch",
+    )
+    workspace = step_workspace(3, 2, 13, device)
+    for splits, block_t in ((1, 32), (5, 16)):
+        shape = StepPlan(
+            score=ScorePlan(32, 3, 4, 2),
+            attend=Plan(block_t, 4, 2),
+            num_splits=splits,
+            chooses=PLANS[plan],
+        )
+        mid, half = state.center_BGPD.clone(), state.spread_BGPD.clone()
+        mid[0, :, 5], half[0, :, 5] = 99, 0  # that page has just filled
+        runs = [
+            quest_step_triton(
+                *(*tensors, mid, half, None, call.lengths_B),
+                **rule_of(quest, call, 80),
+                block_table=None,
+                workspace=workspace,
+                plan=shape,
+            )
+            for _ in range(2)
+        ]
+        assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+        out, lse, pages, counts = runs[0]
+        assert torch.equal(pages, want_pages) and torch.equal(counts, want_counts)
+        assert torch.equal(mid, state.center_BGPD) and torch.equal(half, state.spread_BGPD)
+        torch.testing.assert_close(out.float(), want.float(), rtol=0, atol=2e-2)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+        assert not any(x.int().any() for x in workspace)
+
+
 def test_a_step_over_a_shuffled_pool_equals_the_contiguous_one_bit_for_bit(device):
     call = make_call(device, [96, 77], dtype=torch.bfloat16, integers=False, tokens=96)
     quest = policy()
@@ -229,29 +315,41 @@ def test_a_step_over_a_shuffled_pool_equals_the_contiguous_one_bit_for_bit(devic
 
 
 @pytest.mark.gpu
-def test_a_graph_of_one_step_stays_right_while_the_cache_grows():
+@pytest.mark.parametrize("metadata_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("chooses", [True, False])
+def test_a_graph_of_one_step_stays_right_while_the_cache_grows(chooses, metadata_dtype):
+    from sparse_eval.kernels.quest_step.launch import StepPlan, quest_step_triton, step_plan_of
+
     call = make_call("cuda", [4000, 3000], dtype=torch.bfloat16, head_dim=128, tokens=4200)
-    quest = policy(page_size=64)
-    state = quest.init(call)
-    mid, half = state.center_BGPD, state.spread_BGPD
-    args = (call.q_BHD, call.k_BGND, call.v_BGNE, mid, half, None, call.lengths_B)
-    rule = rule_of(quest, call, 1024) | {"backend": "triton"}
-    STEP(*args, **rule)
+    quest = policy(page_size=64, metadata_dtype=metadata_dtype)
+    state, workspace = quest.init(call), step_workspace(2, 2, 66, "cuda")
+    plan = StepPlan(**vars(step_plan_of(4, 66, 1024, 64, 256, call.device)) | {"chooses": chooses})
+
+    def run(of: Any) -> tuple[Tensor, ...]:
+        return quest_step_triton(
+            *(call.q_BHD, call.k_BGND, call.v_BGNE, of.center_BGPD, of.spread_BGPD),
+            *(None, call.lengths_B),
+            **rule_of(quest, call, 1024),
+            block_table=None,
+            scales=scales_of(of),
+            workspace=workspace,
+            plan=plan,
+        )
+
+    run(state)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = STEP(*args, **rule)
+        results = run(state)
     for _ in range(130):  # both rows fill two pages
         call.lengths_B.add_(1)
-        call.q_BHD.copy_(torch.randn_like(call.q_BHD))
+        call.q_BHD.copy_(torch.randint_like(call.q_BHD, -2, 3))  # every score is exact
         graph.replay()
         kept = [x.clone() for x in results]
         rebuilt = quest.init(call)
-        want = STEP(
-            *(call.q_BHD, call.k_BGND, call.v_BGNE, rebuilt.center_BGPD, rebuilt.spread_BGPD),
-            *(None, call.lengths_B),
-            **rule,
-        )
-        assert all(torch.equal(x, y) for x, y in zip(kept, want, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(kept, run(rebuilt), strict=True))
+        chosen = quest.select(call, rebuilt, 1024)  # by torch
+        assert torch.equal(kept[2], chosen.pages_BSK) or metadata_dtype == "int8"
+        assert not any(x.view(torch.int32).any() for x in workspace)
 
 
 @pytest.mark.gpu
@@ -275,6 +373,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a backend": ({"backend": "cuda"}, "backend must be one of"),
     "lengths as int64": ({"lengths": torch.ones(1).long()}, "lengths must be int32"),
     "other heads": ({"mid": torch.zeros(1, 3, 13, 24)}, "mid and half must both be"),
+    "bytes without scales": (
+        {"mid": torch.zeros(1, 2, 13, 24).char(), "half": torch.zeros(1, 2, 13, 24).byte()},
+        "must share a float dtype",
+    ),
+    "floats with scales": ({"scales": torch.ones(1, 2, 13, 2)}, "must be int8, uint8 and float32"),
     "a query": ({"q": torch.zeros(1, 5, 24)}, "q must be"),
 }
 
@@ -297,6 +400,18 @@ def test_bad_arguments_are_refused_in_one_line(what):
     with pytest.raises(ValueError, match=message) as failure:
         quest_select(**good | change)
     assert "\n" not in str(failure.value)
+
+
+def test_a_workspace_of_another_shape_is_refused_in_one_line():
+    call = make_call("cpu", [200])
+    state = policy().init(call)
+    tensors = (call.q_BHD, call.k_BGND, call.v_BGNE, state.center_BGPD, state.spread_BGPD)
+    rule = rule_of(policy(), call, 64) | {"backend": "torch"}
+    STEP(*tensors, None, call.lengths_B, workspace=step_workspace(1, 2, 13, "cpu"), **rule)
+    for wrong, message in (((2, 2, 13), "workspace.flags must be"), ((1, 2, 20), "workspace.keys")):
+        with pytest.raises(ValueError, match=message) as failure:
+            STEP(*tensors, None, call.lengths_B, workspace=step_workspace(*wrong, "cpu"), **rule)
+        assert "\n" not in str(failure.value)
 
 
 def test_a_rule_the_kernel_lacks_is_refused_not_replaced():

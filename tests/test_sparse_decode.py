@@ -526,12 +526,22 @@ q, k, mid = q[..., :128].bfloat16(), k[..., :128].bfloat16(), torch.zeros(2, 2, 
 quest_select_triton(q, k, mid, mid, None, i(2), page_size=64, budget=2048, sink_pages=1,
                     local_pages=2, group="sum", scale=0.1, update=True, block_table=i(2, 9))
 update_metadata_triton(k, mid, mid, i(2), i(2), page_size=64, block_table=i(2, 9))
+
+from sparse_eval.kernels.quest_step import step_workspace
+from sparse_eval.kernels.quest_step.launch import quest_step_triton
+byte, scales = torch.zeros(2, 2, 999, 128, dtype=torch.int8), torch.zeros(2, 2, 999, 2)
+quest_step_triton(q, k, k, byte, byte.view(torch.uint8), None, i(2), page_size=64, budget=2048,
+                  sink_pages=1, local_pages=2, group="max", scale=0.1, block_table=i(2, 9),
+                  scales=scales, workspace=step_workspace(2, 2, 999, "cpu"))
 """,
         TRITON_CACHE_DIR=str(tmp_path),
     )
     lines = [line.split() for line in built.splitlines()]
     attends = ["attend_split_kernel", "merge_splits_kernel"]
     selects = ["score_kernel", "choose_kernel", "update_kernel"]
-    assert [line[0] for line in lines] == attends * 2 + selects
-    assert all(int(line[1]) <= 99 * 1024 for line in lines)
+    steps = ["score_kernel", "step_attend_kernel", "merge_splits_kernel"]
+    names = [line[0] for line in lines]
+    assert names[: len(attends * 2 + selects)] == attends * 2 + selects
+    assert [n for n in names[len(attends * 2 + selects) :] if n != "choose_kernel"] == steps
+    assert all(int(line[1]) <= 113 * 1024 for line in lines)  # two programs fit a multiprocessor
     assert lines[0][2] == lines[2][2] == "True"

@@ -40,18 +40,91 @@ def quest_select(
     backend: str,
     update: bool = False,
     block_table: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The pages each KV head reads: the forced ones and those with the best bound.
 
     q: [B, H, D]. mid, half: [B or 1, G, P, D], the middle and half-width of each full page's key
-    box; P pages of capacity. k, starts, lengths, block_table as in sparse_decode; k is read only
+    box; P pages of capacity; in 8 bits (int8 and uint8) with scales [B or 1, G, P, 2] float32, by which
+    each page's mid and half are multiplied. k, starts, lengths, block_table as in sparse_decode; k is read only
     with `update`, which first writes the metadata of a page that has just filled. budget: tokens;
     a row of no more is read whole, others read budget // page_size pages. group: a page's score is
     the max or the sum over its group's heads of scale · (q·mid + |q|·half).
     Returns pages [B, G, W] int32, ascending, -1 = empty, W = min(⌈budget / page_size⌉, P), and
     counts [B, G] int32. Waits for nothing. Raises ValueError on wrong arguments.
     """
-    check_metadata(k, mid, half, page_size)
+    options: dict[str, Any] = {
+        "page_size": page_size,
+        "budget": budget,
+        "sink_pages": sink_pages,
+        "local_pages": local_pages,
+        "group": group,
+        "scale": scale,
+    }
+    check_select(q, k, mid, half, lengths, backend=backend, scales=scales, **options)
+    if backend == "torch":
+        if update:
+            update_metadata_reference(k, mid, half, scales, starts, lengths, page_size, block_table)
+        return quest_select_reference(q, mid, half, scales, lengths, **options)
+    from sparse_eval.kernels.quest_select.launch import quest_select_triton
+
+    return quest_select_triton(
+        *(q, k, mid, half, starts, lengths),
+        update=update,
+        block_table=block_table,
+        scales=scales,
+        **options,
+    )
+
+
+def update_metadata(
+    k: Tensor,
+    mid: Tensor,
+    half: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor,
+    *,
+    page_size: int,
+    backend: str,
+    block_table: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    """Writes the metadata of each row's newest full page in place; rows without one are left.
+
+    Arguments as in quest_select. [mid - half, mid + half] covers every key of the page: half is
+    rounded up from the rounded mid."""
+    check_metadata(k, mid, half, scales, page_size)
+    check_backend(backend, k[0], k)
+    if backend == "torch":
+        update_metadata_reference(k, mid, half, scales, starts, lengths, page_size, block_table)
+        return
+    from sparse_eval.kernels.quest_select.launch import update_metadata_triton
+
+    update_metadata_triton(
+        *(k, mid, half, starts, lengths),
+        page_size=page_size,
+        block_table=block_table,
+        scales=scales,
+    )
+
+
+def check_select(
+    q: Tensor,
+    k: Tensor,
+    mid: Tensor,
+    half: Tensor,
+    lengths: Tensor,
+    *,
+    page_size: int,
+    budget: int,
+    sink_pages: int,
+    local_pages: int,
+    group: str,
+    scale: float,
+    backend: str,
+    scales: Tensor | None = None,
+) -> None:
+    check_metadata(k, mid, half, scales, page_size)
     if group not in GROUP_RULES:
         raise ValueError(f"group must be one of {', '.join(GROUP_RULES)}, got {group!r}")
     for name, value, least in (
@@ -73,58 +146,16 @@ def quest_select(
     if len(mid) not in (1, len(q)):
         raise ValueError(f"mid and half must have batch {len(q)} (q's) or 1, got {len(mid)}")
     check_backend(backend, q, k)
-    options: dict[str, Any] = {
-        "page_size": page_size,
-        "budget": budget,
-        "sink_pages": sink_pages,
-        "local_pages": local_pages,
-        "group": group,
-        "scale": scale,
-    }
-    if backend == "torch":
-        if update:
-            update_metadata_reference(k, mid, half, starts, lengths, page_size, block_table)
-        return quest_select_reference(q, mid, half, lengths, **options)
-    if mid.shape[2] > MAX_PAGES:
+    if backend == "triton" and mid.shape[2] > MAX_PAGES:
         raise ValueError(
             f"backend 'triton' ranks up to {MAX_PAGES} pages a row, got {mid.shape[2]}; use larger "
             "pages or backend 'torch'"
         )
-    from sparse_eval.kernels.quest_select.launch import quest_select_triton
-
-    return quest_select_triton(
-        *(q, k, mid, half, starts, lengths), update=update, block_table=block_table, **options
-    )
 
 
-def update_metadata(
-    k: Tensor,
-    mid: Tensor,
-    half: Tensor,
-    starts: Tensor | None,
-    lengths: Tensor,
-    *,
-    page_size: int,
-    backend: str,
-    block_table: Tensor | None = None,
+def check_metadata(
+    k: Tensor, mid: Tensor, half: Tensor, scales: Tensor | None, page_size: int
 ) -> None:
-    """Writes the metadata of each row's newest full page in place; rows without one are left.
-
-    Arguments as in quest_select. [mid - half, mid + half] covers every key of the page: half is
-    rounded up from the rounded mid."""
-    check_metadata(k, mid, half, page_size)
-    check_backend(backend, k[0], k)
-    if backend == "torch":
-        update_metadata_reference(k, mid, half, starts, lengths, page_size, block_table)
-        return
-    from sparse_eval.kernels.quest_select.launch import update_metadata_triton
-
-    update_metadata_triton(
-        *(k, mid, half, starts, lengths), page_size=page_size, block_table=block_table
-    )
-
-
-def check_metadata(k: Tensor, mid: Tensor, half: Tensor, page_size: int) -> None:
     if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1:
         raise ValueError(f"page_size must be an integer >= 1, got {page_size!r}")
     wanted = (k.shape[1], k.shape[3])
@@ -133,7 +164,17 @@ def check_metadata(k: Tensor, mid: Tensor, half: Tensor, page_size: int) -> None
             f"mid and half must both be [B or 1, {wanted[0]}, pages, {wanted[1]}], got "
             f"{list(mid.shape)} and {list(half.shape)}"
         )
-    if mid.dtype != half.dtype or not mid.is_floating_point():
-        raise ValueError(f"mid and half must share a float dtype, got {mid.dtype}, {half.dtype}")
-    if not (mid.is_contiguous() and half.is_contiguous()):
-        raise ValueError("mid and half must be contiguous: they are written in place")
+    if scales is not None:
+        if (mid.dtype, half.dtype, scales.dtype) != (torch.int8, torch.uint8, torch.float32):
+            raise ValueError(
+                "with scales mid, half and scales must be int8, uint8 and float32, got "
+                f"{mid.dtype}, {half.dtype}, {scales.dtype}"
+            )
+        if scales.shape != (*mid.shape[:3], 2):
+            raise ValueError(f"scales must be {[*mid.shape[:3], 2]}, got {list(scales.shape)}")
+    elif mid.dtype != half.dtype or not mid.is_floating_point():
+        raise ValueError(
+            f"mid and half must share a float dtype (or have scales), got {mid.dtype}, {half.dtype}"
+        )
+    if not all(x is None or x.is_contiguous() for x in (mid, half, scales)):
+        raise ValueError("mid, half and scales must be contiguous: they are written in place")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
 
 from sparse_eval.kernels.quest_select.kernel import choose_kernel, score_kernel, update_kernel
 from sparse_eval.kernels.sparse_decode.kernel import INTERPRETED
-from sparse_eval.kernels.sparse_decode.launch import can_overlap_launches, multiprocessors
-
-MAX_PAGES = 2**15 - 1
+from sparse_eval.kernels.sparse_decode.launch import can_overlap_launches
 
 
 def quest_select_triton(
@@ -29,28 +29,80 @@ def quest_select_triton(
     scale: float,
     update: bool = False,
     block_table: Tensor | None = None,
-    block_p: int | None = None,
-    num_blocks: int | None = None,
-    score_warps: int = 4,
-    score_stages: int = 3,
-    choose_warps: int | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in api.quest_select, which checks them."""
+    plan = score_plan_of(mid.shape[2])
+    keys = new_keys(len(q), mid.shape[1], mid.shape[2], q.device)
+    launch_score(
+        *(q, k, mid, half, starts, lengths, keys, plan),
+        page_size=page_size,
+        group=group,
+        scale=scale,
+        update=update,
+        block_table=block_table,
+        scales=scales,
+    )
+    rule = Rule(page_size, budget, sink_pages, local_pages)
+    return launch_choose(keys, mid.shape[2], lengths, rule)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What choosing needs to know; all in tokens or pages."""
+
+    page_size: int
+    budget: int
+    sink_pages: int
+    local_pages: int
+
+    def width(self, num_pages: int) -> int:
+        return min(triton.cdiv(self.budget, self.page_size), num_pages)
+
+    def numbers(self, num_pages: int) -> tuple[int, ...]:
+        """The kernels' `rule`."""
+        selected = self.budget // self.page_size
+        forced = (self.sink_pages, self.local_pages)
+        return (num_pages, self.width(num_pages), selected, self.budget, *forced)
+
+
+@dataclass(frozen=True)
+class ScorePlan:
+    """block_p: pages per tile; num_blocks: programs per list; num_stages: tiles in flight."""
+
+    block_p: int
+    num_blocks: int
+    num_warps: int
+    num_stages: int
+
+
+def launch_score(
+    q: Tensor,
+    k: Tensor,
+    mid: Tensor,
+    half: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor,
+    keys: Tensor,
+    plan: ScorePlan,
+    *,
+    page_size: int,
+    group: str,
+    scale: float,
+    update: bool,
+    block_table: Tensor | None,
+    scales: Tensor | None = None,
+) -> None:
+    """Fills keys (new_keys), of full pages only."""
     rows, kv_heads, num_pages = len(q), mid.shape[1], mid.shape[2]
     assert mid.is_contiguous() and half.is_contiguous()
-    width = min(triton.cdiv(budget, page_size), num_pages)
-    scores = torch.empty(rows, kv_heads, num_pages, dtype=torch.float32, device=q.device)
-    pages = torch.empty(rows, kv_heads, width, dtype=torch.int32, device=q.device)
-    counts = torch.empty(rows, kv_heads, dtype=torch.int32, device=q.device)
-    block_p = block_p or 32
-    num_blocks = num_blocks or blocks_of(rows * kv_heads, num_pages, block_p, q.device)
-    block_pages = max(128, triton.next_power_of_2(num_pages))
-    pdl = can_overlap_launches(q.device)
+    lists = rows * kv_heads
     with torch.cuda.device_of(q):
-        score_kernel[(num_blocks + update, kv_heads, rows)](
-            *(q, k, starts, lengths, block_table, mid, half, scores),
-            *(float(scale), num_pages, num_blocks, q.shape[1] // kv_heads),
-            0 if block_table is None else block_table.stride(0),
+        score_kernel[(lists * (plan.num_blocks + update),)](
+            *(q, k, starts, lengths, block_table, mid, half, scales, keys),
+            *(float(scale), num_pages, plan.num_blocks, lists, kv_heads, q.shape[1] // kv_heads),
+            keys.stride(1),
+            0 if block_table is None or len(block_table) == 1 else block_table.stride(0),
             *q.stride(),
             *batch_strides(k, block_table),
             mid.stride(0) if len(mid) > 1 else 0,
@@ -60,26 +112,56 @@ def quest_select_triton(
             GROUP_SUM=group == "sum",
             UPDATE=update,
             INTERPRET=INTERPRETED,
-            PDL=pdl,
+            PDL=can_overlap_launches(q.device),
             BLOCK_M=max(16, triton.next_power_of_2(q.shape[1] // kv_heads)),
             BLOCK_D=max(16, triton.next_power_of_2(q.shape[2])),
-            BLOCK_P=block_p,
+            BLOCK_P=plan.block_p,
             BLOCK_TOKENS=triton.next_power_of_2(page_size),
-            num_warps=score_warps,
-            num_stages=score_stages,
+            num_warps=plan.num_warps,
+            num_stages=plan.num_stages,
             enable_fp_fusion=True,
         )
+
+
+def launch_choose(
+    keys: Tensor,
+    num_pages: int,
+    lengths: Tensor,
+    rule: Rule,
+    *,
+    flags: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """pages [B, G, W] and counts [B, G]. flags [B, G]: wait for a list's keys, 0 until they are
+    written, not for the whole kernel that writes them; and set its flag."""
+    rows, kv_heads, _ = keys.shape
+    block_pages = block_pages_of(num_pages)
+    pages = lengths.new_empty(rows, kv_heads, rule.width(num_pages))
+    counts = lengths.new_empty(rows, kv_heads)
+    pdl = can_overlap_launches(keys.device)
+    with torch.cuda.device_of(keys):
         choose_kernel[(kv_heads, rows)](
-            *(scores, lengths, pages, counts, num_pages, width, budget // page_size, budget),
-            *(sink_pages, local_pages),
-            PAGE_SIZE=page_size,
+            *(keys, lengths, pages, counts, flags, *rule.numbers(num_pages)),
+            keys.stride(1),
+            PAGE_SIZE=rule.page_size,
+            POLL=flags is not None,
             PDL=pdl,
             BLOCK_PAGES=block_pages,
-            num_warps=choose_warps or min(16, max(4, block_pages // 256)),
+            num_warps=min(16, max(4, block_pages // 256)),
             launch_pdl=pdl,
             enable_fp_fusion=True,
         )
     return pages, counts
+
+
+def new_keys(rows: int, kv_heads: int, num_pages: int, device: torch.device) -> Tensor:
+    """Room for the scores of each list as uint32 keys; rows of whole vectors."""
+    width = triton.cdiv(num_pages, 16) * 16
+    return torch.empty(rows, kv_heads, width, dtype=torch.uint32, device=device)
+
+
+def block_pages_of(num_pages: int) -> int:
+    """All scores of a list in one program."""
+    return max(128, triton.next_power_of_2(num_pages))
 
 
 def update_metadata_triton(
@@ -91,13 +173,14 @@ def update_metadata_triton(
     *,
     page_size: int,
     block_table: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """Arguments as in api.update_metadata, which checks them."""
     assert mid.is_contiguous() and half.is_contiguous()
     with torch.cuda.device_of(k):
         update_kernel[(len(lengths), mid.shape[1])](
-            *(k, starts, lengths, block_table, mid, half, mid.shape[2]),
-            0 if block_table is None else block_table.stride(0),
+            *(k, starts, lengths, block_table, mid, half, scales, mid.shape[2]),
+            0 if block_table is None or len(block_table) == 1 else block_table.stride(0),
             *batch_strides(k, block_table),
             mid.stride(0) if len(mid) > 1 else 0,
             D=k.shape[3],
@@ -114,7 +197,7 @@ def batch_strides(k: Tensor, block_table: Tensor | None) -> tuple[int, ...]:
     return (k.stride(0) if block_table is not None or len(k) > 1 else 0, *k.stride()[1:])
 
 
-def blocks_of(lists: int, num_pages: int, block_p: int, device: torch.device) -> int:
-    """Programs that score one list: two per multiprocessor in all, each with a tile of its own."""
-    wanted = triton.cdiv(2 * multiprocessors(device), lists)
-    return max(1, min(triton.cdiv(num_pages, block_p), wanted))
+def score_plan_of(num_pages: int) -> ScorePlan:
+    """A tile a program: the first lists are scored while programs of the last ones wait for room.
+    Measured on one H200 (docs/performance.md)."""
+    return ScorePlan(64, triton.cdiv(num_pages, 64), 4, 2)

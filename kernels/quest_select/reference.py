@@ -12,6 +12,7 @@ def quest_select_reference(
     q_BHD: Tensor,
     mid_BGPD: Tensor,
     half_BGPD: Tensor,
+    scales_BGP2: Tensor | None,
     lengths_B: Tensor,
     *,
     page_size: int,
@@ -24,8 +25,13 @@ def quest_select_reference(
     """pages_BGW (ascending, then -1) and counts_BG, both int32."""
     num_kv_heads, num_pages = mid_BGPD.shape[1:3]
     q = q_BHD.float().unflatten(1, (num_kv_heads, -1))  # [B, G, M, D]
-    logit = q @ mid_BGPD.float().mT + q.abs() @ half_BGPD.float().mT
-    score = scale * logit
+    center, spread = q @ mid_BGPD.float().mT, q.abs() @ half_BGPD.float().mT  # [B, G, M, P]
+    if scales_BGP2 is not None:
+        center, spread = (
+            center * scales_BGP2[..., None, :, 0],
+            spread * scales_BGP2[..., None, :, 1],
+        )
+    score = scale * (center + spread)
     score = score.amax(2) if group == "max" else score.sum(2)  # [B, G, P]
     score = score.nan_to_num(nan=-FLOAT_MAX, posinf=FLOAT_MAX, neginf=-FLOAT_MAX)
     page = torch.arange(num_pages, device=q.device)
@@ -47,6 +53,7 @@ def update_metadata_reference(
     k: Tensor,
     mid_BGPD: Tensor,
     half_BGPD: Tensor,
+    scales_BGP2: Tensor | None,
     starts_B: Tensor | None,
     lengths_B: Tensor,
     page_size: int,
@@ -65,12 +72,41 @@ def update_metadata_reference(
             table = block_table[row % len(block_table)].long()
             block_size = k.shape[2]
             keys = k[table[token // block_size], :, token % block_size].transpose(0, 1)
-        lo, hi = keys.double().amin(1), keys.double().amax(1)
-        mid = ((lo + hi) / 2).to(mid_BGPD.dtype)
-        wanted = torch.maximum(hi - mid.double(), mid.double() - lo)
-        half = wanted.to(half_BGPD.dtype)
-        too_small = half.double() < wanted
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[half.element_size()]
-        half = torch.where(too_small, (half.view(bits) + 1).view(half.dtype), half)
-        mid_BGPD[row % len(mid_BGPD), :, page] = mid
-        half_BGPD[row % len(half_BGPD), :, page] = half
+        box = box_in_8_bits(keys) if scales_BGP2 is not None else box_in(keys, mid_BGPD.dtype)
+        for x, of_page in zip((mid_BGPD, half_BGPD, scales_BGP2), box, strict=False):
+            assert x is not None
+            x[row % len(x), :, page] = of_page
+
+
+def box_in(keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Middle and half-width over keys [..., page_size, D]; half rounded up from the rounded mid."""
+    lo, hi = keys.double().amin(-2), keys.double().amax(-2)
+    mid = ((lo + hi) / 2).to(dtype)
+    wanted = torch.maximum(hi - mid.double(), mid.double() - lo)
+    half = wanted.to(dtype)
+    too_small = half.double() < wanted
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[half.element_size()]
+    return mid, torch.where(too_small, (half.view(bits) + 1).view(half.dtype), half)
+
+
+def box_in_8_bits(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """mid int8, half uint8 [..., D] and their scales [..., 2]: one of each per page; the box they
+    span covers every key."""
+    lo, hi = keys.double().amin(-2), keys.double().amax(-2)
+    mid = (lo + hi) / 2
+    scale = (mid.abs().amax(-1, keepdim=True) / 127).float()
+    scale = scale.masked_fill(scale == 0, 1).double()
+    code = (mid / scale + 0.5).floor()
+    half = torch.maximum(hi - code * scale, code * scale - lo)
+    widest = half.amax(-1, keepdim=True) / 255
+    half_scale = widest.float()
+    above = (half_scale.view(torch.int32) + 1).view(torch.float32)
+    half_scale = torch.where(half_scale.double() < widest, above, half_scale)
+    half_scale = half_scale.masked_fill(half_scale == 0, 1).double()
+    half_code = (half / half_scale).ceil()
+    half_code += half_code * half_scale < half
+    return (
+        code.to(torch.int8),
+        half_code.to(torch.uint8),
+        torch.cat((scale, half_scale), -1).float(),
+    )

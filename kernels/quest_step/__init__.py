@@ -1,5 +1,5 @@
 """A decode step of Quest: metadata, select and attention as one operation."""
 
-from sparse_eval.kernels.quest_step.api import quest_step
+from sparse_eval.kernels.quest_step.api import StepWorkspace, quest_step, step_workspace
 
-__all__ = ["quest_step"]
+__all__ = ["StepWorkspace", "quest_step", "step_workspace"]

@@ -32,7 +32,6 @@ def sparse_decode(
     backend: str,
     block_table: Tensor | None = None,
     page_lse: Literal[False] = False,
-    chained: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def sparse_decode(
@@ -49,7 +48,6 @@ def sparse_decode(
     backend: str,
     block_table: Tensor | None = None,
     page_lse: Literal[True],
-    chained: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def sparse_decode(
@@ -66,7 +64,6 @@ def sparse_decode(
     backend: str,
     block_table: Tensor | None = None,
     page_lse: bool,
-    chained: bool = False,
 ) -> tuple[Tensor, ...]: ...
 def sparse_decode(
     q: Tensor,
@@ -82,7 +79,6 @@ def sparse_decode(
     backend: str,
     block_table: Tensor | None = None,
     page_lse: bool = False,
-    chained: bool = False,
 ) -> tuple[Tensor, ...]:
     """Attention of one query per row over the pages it selected.
 
@@ -95,8 +91,6 @@ def sparse_decode(
     Returns out [B, H, E] in q's dtype (0 where nothing was read) and lse [B, H], natural log
     (-inf there); with page_lse also [B, H, K] per slot of `pages` (dense: per page of the cache's
     extent), -inf for empty slots. Both in float32, float64 where q is.
-    chained: the kernel launched just before writes pages and counts and lets this one take its
-    place early, as quest_select does.
     Raises ValueError on wrong shapes, types or values, and on a backend that cannot run here.
     """
     check_tensors(q, k, v, pages, counts, starts, lengths, block_table)
@@ -111,7 +105,6 @@ def sparse_decode(
             scale=scale,
             block_table=block_table,
             page_lse=page_lse,
-            chained=chained,
         )
     else:
         if block_table is not None:

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
+RESET_BLOCK = tl.constexpr(1024)
 
 
 SIZES = [
@@ -63,12 +64,11 @@ def attend_split_kernel(
     E: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # tokens per block of the pool
-    ONE_BLOCK: tl.constexpr,  # every tile lies in one block of the pool
+    WHOLE: tl.constexpr,  # every tile lies in one page, and in one block of the pool
     PART: tl.constexpr,  # tokens per stored part of a page's LSE; divides page and tile
     P_UNIT: tl.constexpr,  # weights enter the dot times P_UNIT, clear of fp16's floor
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,  # the merge is launched as a programmatic dependent of this kernel
-    CHAINED: tl.constexpr,  # and this kernel as one of the kernel that writes the lists
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -80,72 +80,131 @@ def attend_split_kernel(
     list_id = tl.program_id(1)
     split = tl.program_id(2)
     row_list = row * tl.num_programs(1) + list_id
-    kv_head = (list_id // lists_per_kv_head).to(tl.int64)
-    k_ptr += kv_head * stride_kg
-    v_ptr += kv_head * stride_vg
-    if table_ptr is None:
-        k_ptr += row * stride_kb
-        v_ptr += row * stride_vb
-    else:
-        table_ptr += row * stride_tb
-
+    q = load_queries(
+        *(q_ptr + row * stride_qb, list_id * heads_per_list, heads_per_list),
+        *(stride_qh, stride_qd, D, INTERPRET, BLOCK_M, BLOCK_D),
+    )
     start = 0
     if starts_ptr is not None:
         start = tl.load(starts_ptr + row)
     length = tl.minimum(tl.load(lengths_ptr + row), num_tokens - start)
-    pdl_wait(CHAINED)
     count = num_slots
     walk = length  # tokens to walk, the unread rest of a partial page included
     if pages_ptr is not None:
         pages_ptr += row_list * num_slots
         count = tl.minimum(tl.load(counts_ptr + row_list), num_slots)
         walk = count * PAGE_SIZE
+    if table_ptr is not None:
+        table_ptr += row * stride_tb
+        row = row * 0
+    kv_head = (list_id // lists_per_kv_head).to(tl.int64)
+    k_ptr += row * stride_kb + kv_head * stride_kg
+    v_ptr += row * stride_vb + kv_head * stride_vg
 
     offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_e = tl.arange(0, BLOCK_E)
     mask_m = offs_m < heads_per_list
-    head = (list_id * heads_per_list + offs_m).to(tl.int64)
     row_head = row_list * heads_per_list + offs_m
-    q = tl.load(
-        q_ptr + row * stride_qb + head[:, None] * stride_qh + offs_d * stride_qd,
-        mask=mask_m[:, None] & (offs_d < D),
-        other=0.0,
-    )  # [BLOCK_M, BLOCK_D]
-    if INTERPRET:  # its bfloat16 arithmetic is wrong
-        q = q.to(tl.float32)
     if part_ptr is not None:
         part_ptr += row_head[:, None] * num_parts
-
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.full([BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
     lists = (pages_ptr, table_ptr, start, length, count)
     cache = (k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
     parts = (part_ptr, num_parts, mask_m)
+    m, l, acc = attend_split(
+        *(split, num_splits, walk, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
+        *(WHOLE, PART, P_UNIT, INTERPRET, BLOCK_M, BLOCK_T, BLOCK_D, BLOCK_E),
+    )
+    store_split(
+        *(acc_ptr, m_ptr, l_ptr, row_head * num_splits + split, mask_m, m, l, acc / P_UNIT),
+        *(E, BLOCK_E),
+    )
+
+
+@triton.jit
+def load_queries(
+    q_ptr,
+    first_head,
+    num_heads,
+    stride_qh,
+    stride_qd,
+    D: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A list's query heads [BLOCK_M, BLOCK_D], 0 beyond them."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    head = (first_head + offs_m).to(tl.int64)
+    q = tl.load(
+        q_ptr + head[:, None] * stride_qh + offs_d * stride_qd,
+        mask=(offs_m < num_heads)[:, None] & (offs_d < D),
+        other=0.0,
+    )
+    if INTERPRET:  # its bfloat16 arithmetic is wrong
+        q = q.to(tl.float32)
+    return q
+
+
+@triton.jit
+def attend_split(
+    split,
+    num_splits,
+    walk,
+    q,
+    scale,
+    lists,
+    cache,
+    parts,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PART: tl.constexpr,
+    P_UNIT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """m, l and acc (times P_UNIT) over one split's share of the walk tokens."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
     num_tiles = (tl.maximum(walk, 0) + BLOCK_T - 1) // BLOCK_T
     # No split takes more than one tile more than another.
     tile = split * num_tiles // num_splits
     end = (split + 1) * num_tiles // num_splits
+    # A tile's place is found while the tile before it is read: the ids are loads themselves.
+    lowest, block = place_of(tile, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
     if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
         while tile < end:
             m, l, acc = attend_tile(
-                *(tile, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
-                *(ONE_BLOCK, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                *(tile, lowest, block, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE),
+                *(BLOCK_SIZE, WHOLE, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
             tile += 1
+            lowest, block = place_of(tile, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
     else:
         for i in tl.range(tile, end):
             m, l, acc = attend_tile(
-                *(i, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
-                *(ONE_BLOCK, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                *(i, lowest, block, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE),
+                *(BLOCK_SIZE, WHOLE, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
+            lowest, block = place_of(i + 1, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
+    return m, l, acc
 
-    offs_split = row_head * num_splits + split
+
+@triton.jit
+def store_split(
+    acc_ptr, m_ptr, l_ptr, offs_split, mask_m, m, l, acc, E: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    offs_e = tl.arange(0, BLOCK_E)
     tl.store(m_ptr + offs_split, m, mask=mask_m)
     tl.store(l_ptr + offs_split, l, mask=mask_m)
     acc_ptrs = acc_ptr + offs_split[:, None] * E + offs_e
-    tl.store(acc_ptrs, acc / P_UNIT, mask=mask_m[:, None] & (offs_e < E))
+    tl.store(acc_ptrs, acc, mask=mask_m[:, None] & (offs_e < E))
 
 
 @triton.jit
@@ -163,8 +222,25 @@ def pdl_wait(PDL: tl.constexpr):
 
 
 @triton.jit
+def signal(flag_ptr):
+    """Say that this program is done, after all it wrote."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flag_ptr, 1, sem="release")
+
+
+@triton.jit
+def wait_for(flag_ptr):
+    """Spin until a program has signalled, and see what it wrote. It runs already: a dependent
+    kernel takes its place after every program of the one before it."""
+    while tl.atomic_add(flag_ptr, 0, sem="acquire") == 0:
+        pass
+
+
+@triton.jit
 def attend_tile(
     tile,
+    lowest,
+    block,
     m,
     l,
     acc,
@@ -177,7 +253,7 @@ def attend_tile(
     E: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
     PART: tl.constexpr,
     P_UNIT: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -187,22 +263,26 @@ def attend_tile(
 ):
     """The running softmax (m, l, acc) after BLOCK_T more tokens of the list."""
     k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve = cache
-    offs_t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_t = tl.arange(0, BLOCK_T)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
-    block, token, read = locate(
-        offs_t, tile * BLOCK_T, lists, PAGE_SIZE, BLOCK_SIZE, ONE_BLOCK, BLOCK_T
-    )
-    k = tl.load(
-        k_ptr + (block * stride_kb + token * stride_kn)[:, None] + offs_d * stride_kd,
-        mask=read[:, None] & (offs_d < D),
-        other=0.0,
-    )  # [BLOCK_T, BLOCK_D]
-    v = tl.load(
-        v_ptr + (block * stride_vb + token * stride_vn)[:, None] + offs_e * stride_ve,
-        mask=read[:, None] & (offs_e < E),
-        other=0.0,
-    )  # [BLOCK_T, BLOCK_E]
+    if WHOLE:  # one address a tile
+        _, _, start, length, _ = lists
+        read = lowest + offs_t < length
+        first = (start + lowest).to(tl.int64)
+        if BLOCK_SIZE > 1:
+            first = first % BLOCK_SIZE
+        k_ptr += block * stride_kb + first * stride_kn
+        v_ptr += block * stride_vb + first * stride_vn
+        offs_k = (offs_t.to(tl.int64) * stride_kn)[:, None] + offs_d * stride_kd
+        offs_v = (offs_t.to(tl.int64) * stride_vn)[:, None] + offs_e * stride_ve
+    else:
+        block_T, token_T, read = locate(tile * BLOCK_T + offs_t, lists, PAGE_SIZE, BLOCK_SIZE)
+        offs_k = (block_T * stride_kb + token_T * stride_kn)[:, None] + offs_d * stride_kd
+        offs_v = (block_T * stride_vb + token_T * stride_vn)[:, None] + offs_e * stride_ve
+    # [BLOCK_T, BLOCK_D] and [BLOCK_T, BLOCK_E]
+    k = tl.load(k_ptr + offs_k, mask=read[:, None] & (offs_d < D), other=0.0)
+    v = tl.load(v_ptr + offs_v, mask=read[:, None] & (offs_e < E), other=0.0)
     if INTERPRET:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
@@ -225,42 +305,47 @@ def attend_tile(
 
 
 @triton.jit
-def locate(
-    offs_t,
-    first,
+def place_of(
+    tile,
     lists,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Where each token of a list's tile lies (block, token in it; block 0 in a contiguous cache),
-    and whether it is read: in a valid slot, and live. offs_t = first + arange(BLOCK_T)."""
+    """Position of the first token of a WHOLE tile (not below length: nothing is read) and its
+    block of the pool (0 in a contiguous cache)."""
     pages_ptr, table_ptr, start, length, count = lists
-    lowest = first  # position of the tile's first token, where one page holds the tile
+    lowest = tile * BLOCK_T
+    block = (tile * 0).to(tl.int64)
+    if WHOLE:
+        if pages_ptr is not None:
+            slot = lowest // PAGE_SIZE
+            page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
+            is_page = (page >= 0) & (page <= length // PAGE_SIZE)
+            lowest = tl.where(is_page, page * PAGE_SIZE + lowest % PAGE_SIZE, length)
+        if table_ptr is not None:
+            entry = table_ptr + lowest // BLOCK_SIZE
+            block = tl.load(entry, mask=lowest < length, other=0).to(tl.int64)
+    return lowest, block
+
+
+@triton.jit
+def locate(offs_t, lists, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where the tokens at places offs_t of a list lie (block, token in it; block 0 in a contiguous
+    cache), and whether they are read: in a valid slot, and live."""
+    pages_ptr, table_ptr, start, length, count = lists
     if pages_ptr is None:
         position = offs_t
         read = position < length
     else:
-        if PAGE_SIZE % BLOCK_T == 0:  # one slot a tile: a scalar, which needs no pipeline stage
-            slot = first // PAGE_SIZE
-            page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
-            lowest = page * PAGE_SIZE + first % PAGE_SIZE
-            page += tl.zeros([BLOCK_T], tl.int32)
-            position = lowest + tl.arange(0, BLOCK_T)
-        else:
-            slot = offs_t // PAGE_SIZE
-            page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
-            position = page * PAGE_SIZE + offs_t % PAGE_SIZE
+        slot = offs_t // PAGE_SIZE
+        page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
+        position = page * PAGE_SIZE + offs_t % PAGE_SIZE
         read = (page >= 0) & (page <= length // PAGE_SIZE) & (position < length)
     token = start + position
     if table_ptr is None:
         block = token * 0
-    elif ONE_BLOCK:  # one block a tile: a scalar again
-        is_read = (lowest >= 0) & (lowest < length)
-        block = tl.load(table_ptr + lowest // BLOCK_SIZE, mask=is_read, other=0)
-        block += tl.zeros([BLOCK_T], tl.int32)
-        token = token % BLOCK_SIZE
     else:
         block = tl.load(table_ptr + token // BLOCK_SIZE, mask=read, other=0)
         token = token % BLOCK_SIZE
@@ -299,14 +384,18 @@ def log_sum(base, l):
     return tl.where(l == 0.0, float("-inf"), base + tl.log(tl.where(l == 0.0, 1.0, l)))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "heads_per_list"])
 def merge_splits_kernel(
     acc_ptr,  # [B · H, num_splits, E]
     m_ptr,  # [B · H, num_splits]
     l_ptr,  # [B · H, num_splits]
     out_ptr,  # [B · H, E]
     lse_ptr,  # [B · H]
+    flags_ptr,  # [B · S], to be set back to 0 with the keys, None = none
+    keys_ptr,  # [B · S, stride_list]
     num_splits,
+    heads_per_list,
+    stride_list,
     E: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -336,3 +425,13 @@ def merge_splits_kernel(
     tl.store(out_ptr + row_head * E + offs_e, out.to(out_ptr.dtype.element_ty), mask=mask_e)
     if tl.program_id(1) == 0:
         tl.store(lse_ptr + row_head, log_sum(base, l))
+        if flags_ptr is not None:
+            row_list = row_head // heads_per_list
+            if row_head % heads_per_list == 0:
+                tl.store(flags_ptr + row_list, 0)
+                first = 0
+                while first < stride_list:
+                    offs = first + tl.arange(0, RESET_BLOCK)
+                    keys = keys_ptr + row_list * stride_list + offs
+                    tl.store(keys, 0, mask=offs < stride_list)
+                    first += RESET_BLOCK

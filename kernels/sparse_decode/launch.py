@@ -21,6 +21,7 @@ from sparse_eval.kernels.sparse_decode.kernel import (
 
 TILE_BYTES = 16 * 1024
 MAX_SPLITS = 128
+MERGE_CHANNELS = 32
 
 
 def sparse_decode_triton(
@@ -40,12 +41,10 @@ def sparse_decode_triton(
     num_splits: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
-    chained: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Arguments and results as in api.sparse_decode, which checks them.
 
-    block_t: tokens per tile, a power of two >= 16; num_splits <= MAX_SPLITS; None = by
-    shape. chained: see api."""
+    block_t: tokens per tile, a power of two >= 16; num_splits <= MAX_SPLITS; None = by shape."""
     (rows, heads, d), e = q.shape, v.shape[3]
     num_tokens = k.shape[2] * (1 if block_table is None else block_table.shape[1])
     lists = k.shape[1] if pages is None else pages.shape[1]
@@ -84,9 +83,7 @@ def sparse_decode_triton(
             E=e,
             PAGE_SIZE=page_size,
             BLOCK_SIZE=1 if table is None else k.shape[2],
-            ONE_BLOCK=starts is None
-            and k.shape[2] % block_t == 0
-            and (pages is None or page_size % block_t == 0),
+            WHOLE=is_whole(pages, starts, table, k, page_size, block_t),
             PART=part,
             P_UNIT=2.0**15 if q.dtype == torch.float16 else 1.0,
             INTERPRET=INTERPRETED,
@@ -95,24 +92,56 @@ def sparse_decode_triton(
             BLOCK_D=block_d,
             BLOCK_E=block_e,
             PDL=pdl,
-            CHAINED=pdl and chained,
-            launch_pdl=pdl and chained,
             num_warps=num_warps or plan.num_warps,
             num_stages=num_stages or plan.num_stages,
             enable_fp_fusion=True,
         )
-        merge_splits_kernel[(rows * heads, triton.cdiv(e, 32))](
-            *(acc, m, l, out, lse, num_splits),
+    launch_merge(acc, m, l, out, lse)
+    if parts is not None:
+        parts = parts.squeeze(3) if parts_of_page == 1 else parts.logsumexp(3)
+    return out.to(q.dtype), lse, parts
+
+
+def launch_merge(
+    acc: Tensor,
+    m: Tensor,
+    l: Tensor,  # noqa: E741
+    out: Tensor,
+    lse: Tensor,
+    *,
+    flags: Tensor | None = None,
+    keys: Tensor | None = None,
+    heads_per_list: int = 1,
+) -> None:
+    """Fills out and lse from the splits that the kernel launched just before stores, and sets flags
+    and keys back to 0."""
+    rows, heads, num_splits, e = acc.shape
+    pdl = can_overlap_launches(acc.device)
+    with torch.cuda.device_of(acc):
+        merge_splits_kernel[(rows * heads, triton.cdiv(e, MERGE_CHANNELS))](
+            *(acc, m, l, out, lse, flags, keys, num_splits, heads_per_list),
+            0 if keys is None else keys.stride(1),
             E=e,
             PDL=pdl,
             launch_pdl=pdl,
             BLOCK_SPLITS=triton.next_power_of_2(num_splits),
-            BLOCK_E=32,
+            BLOCK_E=MERGE_CHANNELS,
             enable_fp_fusion=True,
         )
-    if parts is not None:
-        parts = parts.squeeze(3) if parts_of_page == 1 else parts.logsumexp(3)
-    return out.to(q.dtype), lse, parts
+
+
+def is_whole(
+    pages: Tensor | None,
+    starts: Tensor | None,
+    table: Tensor | None,
+    k: Tensor,
+    page_size: int,
+    block_t: int,
+) -> bool:
+    """Whether every tile lies in one page and in one block of the pool."""
+    if table is not None and (starts is not None or k.shape[2] % block_t):
+        return False
+    return pages is None or page_size % block_t == 0
 
 
 @dataclass(frozen=True)
@@ -124,9 +153,7 @@ class Plan:
     num_stages: int
 
 
-def plan_of(
-    lists: int, page_size: int, token_bytes: int, *, is_sparse: bool
-) -> Plan:
+def plan_of(lists: int, page_size: int, token_bytes: int, *, is_sparse: bool) -> Plan:
     """Tiles by shape, measured on one H200 (docs/performance.md). token_bytes: of K or of V."""
     if INTERPRETED:
         return Plan(256, 4, 3)  # the interpreter pays per tile

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,42 +43,116 @@ def sdpa(backend: SDPBackend, *, folded: bool) -> Attend:
     return attend
 
 
-def other_kernels() -> dict[str, Attend]:
-    """Those of other packages that can be imported here."""
-    found: dict[str, Attend] = {}
-    if importlib.util.find_spec("flash_attn_interface"):
-        found["flash_attention_3"] = flash_attention_3
-    if importlib.util.find_spec("flashinfer"):
-        found["flashinfer"] = flashinfer_single
-    return found
+@dataclass(frozen=True)
+class Tried:
+    """Baselines that run here, by name, and why the others do not."""
+
+    good: dict[str, Attend]
+    refused: dict[str, str]
 
 
-def flash_attention_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def other_kernels() -> Tried:
+    """Those of other packages: what can be imported here, and what is not installed."""
+    good: dict[str, Attend] = {}
+    refused = {}
+    for name, (module, attend) in OTHERS.items():
+        if importlib.util.find_spec(module) is None:
+            refused[name] = f"{module} is not installed"
+            continue
+        try:
+            good[name] = attend()
+        except (ImportError, OSError) as error:
+            refused[name] = reason(error)
+    return Tried(good, refused)
+
+
+def flash_attention_3() -> Attend:
+    """FlashAttention-3's decode: q as [B, 1, H, D], the cache as [B, N, G, D] in any strides whose
+    last is 1; splits and the packing of a group are its own heuristics."""
     from flash_attn_interface import flash_attn_with_kvcache
 
-    return flash_attn_with_kvcache(q[:, None], k.transpose(1, 2), v.transpose(1, 2))
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_with_kvcache(q[:, None], k.transpose(1, 2), v.transpose(1, 2))
+
+    return attend
 
 
-def flashinfer_single(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlashInfer's decode of one row; batches need its paged wrapper, whose plan waits."""
-    from flashinfer import single_decode_with_kv_cache
+def flashinfer() -> Attend:
+    """FlashInfer's batch decode over a paged pool, on tensor cores, as it advises for groups.
 
-    if len(q) != 1:
-        raise RuntimeError("one row only")
-    return single_decode_with_kv_cache(q[0], k[0], v[0], kv_layout="HND", use_tensor_cores=True)
+    Each KV head of a row enters as a sequence of its own: then a contiguous cache is a pool of
+    pages in order, without a copy. It plans on the host, once per shape, before a graph is
+    captured."""
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    @cache
+    def planned(
+        shape: tuple[int, int, int, int], group_size: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Any, int]:
+        rows, kv_heads, tokens, head_dim = shape
+        sequences, page_size = rows * kv_heads, math.gcd(tokens, FLASHINFER_PAGE)
+        pages = tokens // page_size
+
+        def int32(x: Tensor) -> Tensor:
+            return x.to(torch.int32).to(device)
+
+        indptr = int32(torch.arange(sequences + 1) * pages)
+        indices = int32(torch.arange(sequences * pages))
+        last = int32(torch.full((sequences,), page_size))
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            torch.zeros(FLASHINFER_BYTES, dtype=torch.uint8, device=device),
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=torch.empty_like(indptr),
+            paged_kv_indices_buffer=torch.empty_like(indices),
+            paged_kv_last_page_len_buffer=torch.empty_like(last),
+        )
+        wrapper.plan(
+            *(indptr, indices, last, group_size, 1, head_dim, page_size),
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
+        return wrapper, page_size
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, kv_heads, _, head_dim = k.shape
+        wrapper, page_size = planned(tuple(k.shape), q.shape[1] // kv_heads, q.dtype, q.device)
+        pool = [x.view(-1, 1, page_size, x.shape[3]) for x in (k, v)]
+        return wrapper.run(q.view(rows * kv_heads, -1, head_dim), tuple(pool)).view_as(q)
+
+    return attend
+
+
+FLASHINFER_PAGE = 64
+FLASHINFER_BYTES = 128 << 20
+OTHERS: dict[str, tuple[str, Callable[[], Attend]]] = {
+    "flash_attention_3": ("flash_attn_interface", flash_attention_3),
+    "flashinfer": ("flashinfer", flashinfer),
+}
 
 
 def those_that_run(
     variants: dict[str, Attend], q: Tensor, k: Tensor, v: Tensor, truth: Tensor
-) -> dict[str, Attend]:
+) -> Tried:
     """Variants that run on these tensors and agree with truth [B, H, D] within 2 %."""
-    good = {}
+    good, refused = {}, {}
     for name, attend in variants.items():
         try:
             out = attend(q, k, v).reshape(truth.shape)
-            torch.cuda.synchronize()
-        except (RuntimeError, TypeError, ImportError):
+            if q.is_cuda:
+                torch.cuda.synchronize()
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            refused[name] = reason(error)
             continue
-        if (out.float() - truth.float()).norm() <= 0.02 * truth.float().norm():
+        off = float((out.float() - truth.float()).norm() / truth.float().norm())
+        if off <= 0.02:
             good[name] = attend
-    return good
+        else:
+            refused[name] = f"its output is {off:.0%} off"
+    return Tried(good, refused)
+
+
+def reason(error: Exception) -> str:
+    """One line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from sparse_eval.kernels.quest_select import quest_select, update_metadata
-from sparse_eval.kernels.quest_step import quest_step
+from sparse_eval.kernels.quest_step import quest_step, step_workspace
 from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.latency.clock import Step
 from sparse_eval.latency.config import Shapes
-from sparse_eval.policies.quest import Quest, key_box
+from sparse_eval.policies.quest import EIGHT_BITS, Quest
 
 MAX_BUFFERS = 64
 MEMORY_SHARE = 0.5
@@ -30,6 +30,7 @@ class Buffer:
     v: Tensor
     mid: Tensor
     half: Tensor
+    scales: Tensor | None
     pages: Tensor
     counts: Tensor
 
@@ -46,6 +47,8 @@ class Cell:
     policy: Quest
     budget: int
     device: torch.device
+    listed_tokens: float | None = None
+    """Tokens per list that `attend` alone reads; None: as many as the step."""
 
     @property
     def width(self) -> int:
@@ -64,20 +67,28 @@ class Cell:
         """Key and value of one token and KV head."""
         return 2 * self.shapes.head_dim * self.dtype.itemsize
 
+    @property
+    def page_bytes(self) -> int:
+        """Metadata of one page and KV head."""
+        if self.policy.metadata_dtype == EIGHT_BITS:
+            return 2 * self.shapes.head_dim + 8  # and two float32 scales
+        return self.token_bytes
+
     def bytes_of(self, what: str) -> int:
         """The fewest bytes a step must move: inputs once; outputs and scores are small."""
         page_size = self.policy.page_size
         full = self.context // page_size
         read = min(self.width * page_size, self.context)
+        listed = read if self.listed_tokens is None else self.listed_tokens
         parts = {
             "dense": self.context * self.token_bytes,
-            "metadata": page_size * self.token_bytes // 2 + self.token_bytes,
-            "select": full * self.token_bytes,
-            "attend": read * self.token_bytes,
+            "metadata": page_size * self.token_bytes // 2 + self.page_bytes,
+            "select": full * self.page_bytes,
+            "attend": listed * self.token_bytes,
         }
         parts["sdpa"] = parts["dense"]
-        parts["step"] = parts["metadata"] + parts["select"] + parts["attend"]
-        return self.lists * parts[what]
+        parts["step"] = parts["metadata"] + parts["select"] + read * self.token_bytes
+        return round(self.lists * parts[what])
 
     def num_buffers(self, what: str, working_set: int) -> int:
         """Enough for `what` to touch working_set bytes before it meets a buffer again."""
@@ -99,14 +110,19 @@ class Cell:
 
         k = draw(self.batch, s.num_kv_heads, self.context, s.head_dim)
         v = torch.randn_like(k)
-        mid = k.new_zeros(self.batch, s.num_kv_heads, self.num_pages, s.head_dim)
-        half = torch.zeros_like(mid)
+        metadata: list[Tensor] = []
         full = self.context // page_size
-        for row in range(self.batch):
+        for row in range(self.batch):  # its float64 would not fit for all rows at once
             paged = k[row, :, : full * page_size].unflatten(1, (full, page_size))
-            mid[row, :, :full], half[row, :, :full] = key_box(paged, k.dtype)
+            of_row = self.policy.summary(paged, k.dtype)
+            metadata = metadata or [
+                x.new_zeros(self.batch, s.num_kv_heads, self.num_pages, x.shape[-1]) for x in of_row
+            ]
+            for x, part in zip(metadata, of_row, strict=True):
+                x[row, :, :full] = part
+        mid, half, *scales = metadata
         q = draw(self.batch, s.num_heads, s.head_dim)
-        return Buffer(q, k, v, mid, half, *lists())
+        return Buffer(q, k, v, mid, half, scales[0] if scales else None, *lists())
 
     def scattered_lists(self) -> tuple[Tensor, Tensor]:
         """Distinct pages at random, other ones for every row and KV head: the worst case."""
@@ -134,32 +150,38 @@ class Cell:
             "backend": "triton",
         }
         attend = {"page_size": page_size, "scale": scale, "backend": "triton"}
-
-        def of(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-            x = buffers[i]
-            return x.q, x.k, x.v, x.mid, x.half
+        # One for all buffers, as for all layers of a model: steps follow each other.
+        workspace = step_workspace(
+            self.batch, self.shapes.num_kv_heads, self.num_pages, self.device
+        )
 
         def dense(i: int) -> object:
-            q, k, v, _, _ = of(i)
-            return sparse_decode(q, k, v, None, None, None, lengths, **attend)  # type: ignore
+            x = buffers[i]
+            return sparse_decode(x.q, x.k, x.v, None, None, None, lengths, **attend)  # type: ignore
 
         def metadata(i: int) -> object:
-            _, k, _, mid, half = of(i)
-            update_metadata(k, mid, half, None, lengths, page_size=page_size, backend="triton")
+            x = buffers[i]
+            update_metadata(
+                *(x.k, x.mid, x.half, None, lengths),
+                page_size=page_size,
+                backend="triton",
+                scales=x.scales,
+            )
             return None
 
         def select(i: int) -> object:
-            q, k, _, mid, half = of(i)
-            return quest_select(q, k, mid, half, None, lengths, **rule)  # type: ignore
+            x = buffers[i]
+            tensors = (x.q, x.k, x.mid, x.half, None, lengths)
+            return quest_select(*tensors, scales=x.scales, **rule)  # type: ignore
 
         def attended(i: int) -> object:
-            q, k, v, _, _ = of(i)
             x = buffers[i]
-            return sparse_decode(q, k, v, x.pages, x.counts, None, lengths, **attend)  # type: ignore
+            return sparse_decode(x.q, x.k, x.v, x.pages, x.counts, None, lengths, **attend)  # type: ignore
 
         def step(i: int) -> object:
-            q, k, v, mid, half = of(i)
-            return quest_step(q, k, v, mid, half, None, lengths, **rule)  # type: ignore
+            x = buffers[i]
+            tensors = (x.q, x.k, x.v, x.mid, x.half, None, lengths)
+            return quest_step(*tensors, scales=x.scales, workspace=workspace, **rule)  # type: ignore
 
         return {
             "dense": dense,

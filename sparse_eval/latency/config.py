@@ -9,6 +9,7 @@ from typing import Any
 
 from sparse_eval.kernels.quest_select import can_select
 from sparse_eval.kernels.thumbnail import MAX_TRITON_PAGE_SIZE, RULES, can_use_triton
+from sparse_eval.latency.replay import check_replay
 from sparse_eval.policies.quest import Quest
 
 QUEST_PARTS = ("dense", "metadata", "select", "attend", "step")
@@ -94,10 +95,13 @@ def check_latency(task: Mapping[str, Any], info: Any, policy: Any, device: str) 
             f"task=latency needs a CUDA GPU, got device={device}: nothing is emulated, and times "
             "on a CPU would say nothing about one"
         )
-    if type(policy) is not Quest or policy.metadata_dtype != "auto":
+    if type(policy) is not Quest or policy.metadata_dtype == "float32":
+        given = type(policy).__name__.lower()
+        if isinstance(policy, Quest):
+            given += f" with {policy.metadata_dtype}"
         raise ValueError(
-            "task=latency times Quest's select kernel: policy must be quest with "
-            f"metadata_dtype=auto, got {type(policy).__name__.lower()}"
+            "task=latency times Quest's select kernel: policy must be quest with metadata_dtype "
+            f"auto or int8, got {given}"
         )
     uses_thumbnails = {*FFD_PARTS, "rules"} & {*config.what}
     if uses_thumbnails and not can_use_triton(policy.page_size):
@@ -113,6 +117,8 @@ def check_latency(task: Mapping[str, Any], info: Any, policy: Any, device: str) 
             "task=latency: the select kernel takes group max or sum and fewer than 32,768 pages, "
             f"got group={policy.group} and {num_pages:,} pages"
         )
+    if config.lists is not None:
+        check_replay(config.lists, config.shapes.num_kv_heads, config.contexts)
 
 
 def shapes_of(given: Mapping[str, Any], info: Any) -> Shapes:

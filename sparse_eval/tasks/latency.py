@@ -6,6 +6,7 @@ from the model's configuration, weights are never loaded.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from sparse_eval.latency.cell import Buffer, Cell
 from sparse_eval.latency.clock import Ceiling, Timed, Timing, measure, memory_ceiling
 from sparse_eval.latency.config import FFD_PARTS, LatencyConfig, latency_config
 from sparse_eval.latency.ffd_cell import FFDBuffer, FFDCell
+from sparse_eval.latency.replay import CapturedLists, captured_lists
 from sparse_eval.latency.rules import kept, matched, rule_work
 from sparse_eval.models import model_info
 from sparse_eval.policies.quest import Quest
@@ -31,6 +33,7 @@ from sparse_eval.provenance import code_hash, version_of
 from sparse_eval.storage.cells import CellStore, cell_key
 from sparse_eval.storage.columns import SCHEMA
 
+log = logging.getLogger("sparse_eval")
 NAN = float("nan")
 PARTS = ("dense", "metadata", "select", "attend", "step")
 SCREENING_REPEATS = 3
@@ -43,6 +46,7 @@ class Latency:
     settings: Settings
     progress: Progress
     ceilings: dict[str, float] = field(default_factory=dict)
+    not_timed: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def config(self) -> LatencyConfig:
@@ -73,6 +77,7 @@ class Latency:
             "gpu": describe_device(self.settings.device),
             "l2_bytes": self.l2_bytes,
             "ceiling": self.ceilings,
+            "baselines_not_timed": self.not_timed,
         }
 
     def run(self, store: CellStore) -> Iterator[list[Row]]:
@@ -112,7 +117,17 @@ class Latency:
             policy=self.policy,
             budget=s.budgets[0],
             device=torch.device(s.device),
+            listed_tokens=None if self.lists is None else self.lists.mean_tokens,
         )
+
+    @cached_property
+    def lists(self) -> CapturedLists | None:
+        """Page lists for `attend` alone; None: scattered ones."""
+        path = self.config.lists
+        if path is None:
+            return None
+        with self.progress.stage("selecting on the capture"):
+            return captured_lists(path, self.policy, self.settings.budgets[0], self.settings.device)
 
     @torch.inference_mode()
     def measured(self, batch: int, context: int) -> list[Row]:
@@ -123,7 +138,7 @@ class Latency:
         parts = [what for what in PARTS if what in self.config.what]
         baselines = "sdpa" in self.config.what
         needed = {what: cell.num_buffers(what, working_set) for what in [*parts, "dense"]}
-        lists = self.lists_for(cell)
+        lists = cell.scattered_lists if self.lists is None else self.lists.drawn(batch)
         buffers = [cell.buffer(lists) for _ in range(max(needed.values()))]
         steps = cell.work(buffers)
         dense = self.baselines(cell, buffers) if baselines else {}
@@ -261,23 +276,24 @@ class Latency:
         """The fastest SDPA variant, found by a short trial, and what else can be imported."""
         x = buffers[0]
         truth = reference_attention(x)
-        variants = those_that_run(sdpa_variants(), x.q, x.k, x.v, truth)
-        others = those_that_run(other_kernels(), x.q, x.k, x.v, truth)
+        tried = those_that_run(sdpa_variants(), x.q, x.k, x.v, truth)
+        variants = tried.good
         if not variants:
-            raise RuntimeError("no SDPA backend runs on these shapes")
+            raise RuntimeError(f"no SDPA backend runs on these shapes: {tried.refused}")
+        others = self.others(x, truth)
         trial = {name: Timed(over(f, buffers), 1, 1, True) for name, f in variants.items()}
-        tried = measure(trial, repeats=SCREENING_REPEATS, warmup=1)
-        best = min(tried, key=lambda name: tried[name].median_us)
+        times = measure(trial, repeats=SCREENING_REPEATS, warmup=1)
+        best = min(times, key=lambda name: times[name].median_us)
         return {f"sdpa {best}": variants[best], **others}
 
-    def lists_for(self, cell: Cell) -> Callable[[], tuple[Tensor, Tensor]]:
-        path = self.config.lists
-        if path is None:
-            return cell.scattered_lists
-        from sparse_eval.latency.replay import captured_lists, replayed
-
-        lists = captured_lists(path, self.policy, cell.budget, self.settings.device)
-        return replayed(lists, cell, path)
+    def others(self, x: Buffer, truth: Tensor) -> dict[str, Attend]:
+        """Other packages' kernels that run on x; why one does not is logged once, and kept."""
+        found = other_kernels()
+        tried = those_that_run(found.good, x.q, x.k, x.v, truth)
+        for name, why in (found.refused | tried.refused).items():
+            if self.not_timed.setdefault(name, why) is why:
+                log.info("baseline %s is not timed: %s", name, why)
+        return tried.good
 
     def rows_of(
         self,
@@ -398,6 +414,7 @@ class Latency:
                 "cell": [batch, context],
                 "config": self.policy.config(),
                 "budget": s.budgets[0],
+                "lists": None if self.lists is None else self.lists.capture_hash,
                 "device": describe_device(s.device),
                 "dtype": s.dtype,
                 "versions": {name: version_of(name) for name in ("torch", "triton")},
