@@ -325,6 +325,8 @@ def test_flashinfer_gets_what_its_documentation_asks_for_and_plans_once(monkeypa
     tried = those_that_run(other_kernels().good, q, k, v, truth)
     torch.testing.assert_close(tried.good["flashinfer"](q, k, v), truth)
     assert FakeDecode.plans == 1
+
+
 def test_bytes_of_a_top_delta_step_counted_by_hand():
     cell = FFDCell(
         *(2, 4096, Shapes(12, 2, 128), torch.bfloat16, 16, 1, 2, "token"),

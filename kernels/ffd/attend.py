@@ -88,7 +88,6 @@ def attend_lists_kernel(
     BITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
     CHANNEL: tl.constexpr,
     P_UNIT: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -159,16 +158,16 @@ def attend_lists_kernel(
                 tile = at - list_start
                 while tile < until - list_start:
                     m, l, acc = attend_tile(
-                        *(tile, m, l, acc, q, scale, lists, keys, parts, D, E, PAGE_SIZE),
-                        *(BLOCK_SIZE, ONE_BLOCK, 1, P_UNIT, INTERPRET),
+                        *(tile, 0, 0, m, l, acc, q, scale, lists, keys, parts, D, E, PAGE_SIZE),
+                        *(BLOCK_SIZE, False, 1, P_UNIT, INTERPRET),
                         *(BLOCK_T, BLOCK_D, BLOCK_E),
                     )
                     tile += 1
             else:
                 for i in tl.range(at - list_start, until - list_start):
                     m, l, acc = attend_tile(
-                        *(i, m, l, acc, q, scale, lists, keys, parts, D, E, PAGE_SIZE),
-                        *(BLOCK_SIZE, ONE_BLOCK, 1, P_UNIT, INTERPRET),
+                        *(i, 0, 0, m, l, acc, q, scale, lists, keys, parts, D, E, PAGE_SIZE),
+                        *(BLOCK_SIZE, False, 1, P_UNIT, INTERPRET),
                         *(BLOCK_T, BLOCK_D, BLOCK_E),
                     )
         else:
@@ -224,7 +223,7 @@ def attend_lists_kernel(
             end = tl.where(is_read, (length - packed + BLOCK_T - 1) // BLOCK_T, 0)
             while tile < end:
                 m, l, acc = attend_tile(
-                    *(tile, m, l, acc, q, scale, rest, keys, parts, D, E, PAGE_SIZE),
+                    *(tile, 0, 0, m, l, acc, q, scale, rest, keys, parts, D, E, PAGE_SIZE),
                     *(BLOCK_SIZE, False, 1, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
                 )
                 tile += 1

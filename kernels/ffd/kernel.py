@@ -333,7 +333,7 @@ def exact_scores(
     k_ptr, lists, strides, q = keys
     stride_kb, stride_kn, stride_kd = strides
     offs_d = tl.arange(0, BLOCK_D)
-    block, token, read = locate(position, 0, lists, PAGE_SIZE, BLOCK_SIZE, False, BLOCK_F)
+    block, token, read = locate(position, lists, PAGE_SIZE, BLOCK_SIZE)
     k = tl.load(
         k_ptr + (block * stride_kb + token * stride_kn)[:, None] + offs_d * stride_kd,
         mask=(mask & read)[:, None] & (offs_d < D),

@@ -193,7 +193,6 @@ def lists_decode_triton(
             **form,
             E=e,
             BLOCK_SIZE=1 if table is None else k.shape[2],
-            ONE_BLOCK=starts is None and k.shape[2] % block_t == 0 and page_size % block_t == 0,
             P_UNIT=2.0**15 if q.dtype == torch.float16 else 1.0,
             INTERPRET=INTERPRETED,
             PDL=pdl,

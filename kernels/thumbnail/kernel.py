@@ -341,9 +341,7 @@ def pack_kernel(
         offs_c = tl.arange(0, BLOCK_C)
         first = page * PAGE_SIZE
         lists = (None, table_ptr, start, length, 0)
-        block, token, _ = locate(
-            first + offs_t, first, lists, PAGE_SIZE, BLOCK_SIZE, False, BLOCK_TOKENS
-        )
+        block, token, _ = locate(first + offs_t, lists, PAGE_SIZE, BLOCK_SIZE)
         mask_t, mask_c = offs_t < PAGE_SIZE, offs_c < C
         mask = mask_t[:, None] & mask_c
         planes = load_planes(

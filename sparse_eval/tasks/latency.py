@@ -286,7 +286,7 @@ class Latency:
         best = min(times, key=lambda name: times[name].median_us)
         return {f"sdpa {best}": variants[best], **others}
 
-    def others(self, x: Buffer, truth: Tensor) -> dict[str, Attend]:
+    def others(self, x: Buffer | FFDBuffer, truth: Tensor) -> dict[str, Attend]:
         """Other packages' kernels that run on x; why one does not is logged once, and kept."""
         found = other_kernels()
         tried = those_that_run(found.good, x.q, x.k, x.v, truth)
