@@ -32,7 +32,7 @@ from sparse_eval.cli.kits import KITS
 from sparse_eval.cli.progress import Level, Progress
 from sparse_eval.cli.settings import resolve
 from sparse_eval.core import Row
-from sparse_eval.device import describe_device, peak_memory_bytes
+from sparse_eval.device import describe_device, describe_dtype, peak_memory_bytes
 from sparse_eval.models import model_info
 from sparse_eval.parts import Parts, config_record, parts_of
 from sparse_eval.provenance import provenance
@@ -181,7 +181,8 @@ def announce(settings: Settings, progress: Progress) -> None:
     device = f"{settings.device} ({describe_device(settings.device)})"
     lines = [
         f"[bold]{model_info(settings.model).title}[/bold]",
-        f"device    {device}, {settings.dtype}, {settings.backend} backend",
+        f"device    {device}, {describe_dtype(settings.dtype, settings.device)}, "
+        f"{settings.backend} backend",
         *KITS[settings.task["name"]].show.announce(settings),
     ]
     progress.console.print("\n".join(lines))

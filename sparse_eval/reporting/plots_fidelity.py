@@ -13,7 +13,7 @@ from sparse_eval.reporting.plots_live import (
     draw_line,
     legend_outside,
     line_axes,
-    nats_axis,
+    log_axis,
     new_figure,
     read_axis,
 )
@@ -32,7 +32,7 @@ def fidelity_curve(rows: pd.DataFrame, path: Path | str) -> Path:
         for policy, line in sparse.groupby("policy", sort=False):
             line = line.sort_values("model_read_fraction")
             draw_line(axes, str(policy), line, column, line[f"{column}_se"].fillna(0))
-        nats_axis(axes)
+        log_axis(axes)
         axes.set_ylabel("KL(dense || policy), nats")
         axes.set_title(what, loc="left", fontsize=9.5, color=INK)
     for policy, line in sparse.groupby("policy", sort=False):

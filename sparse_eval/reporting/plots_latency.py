@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
-from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from sparse_eval.reporting.plots import GRID, INK, MUTED, save
-from sparse_eval.reporting.plots_needle import new_figure
+from sparse_eval.reporting.plots_live import log_axis, new_figure
 from sparse_eval.reporting.summarise_latency import slope, speedups, split_latency
 
 COLOURS = {
@@ -60,8 +60,7 @@ def latency_curve(rows: pd.DataFrame, name: str, path: Path | str) -> Path:
         for (what, graph), line in here.groupby(["what", "graph"], sort=False):
             draw_time(axes, str(what), bool(graph), line.sort_values("context"))
         frame(axes, sorted(here["context"].unique()))
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(ScalarFormatter())
+        log_axis(axes)
         axes.set_title(f"batch {batch}", loc="left", fontsize=10, color=INK)
     panels[0].set_ylabel("median µs (log scale)", color=INK, fontsize=9.5)
     figure.supxlabel("context, tokens per row (log scale)", color=INK, fontsize=9.5)

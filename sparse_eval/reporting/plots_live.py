@@ -45,7 +45,7 @@ def read_axis(axes: Axes, least: float) -> None:
     axes.set_axisbelow(True)
 
 
-def nats_axis(axes: Axes) -> None:
+def log_axis(axes: Axes) -> None:
     """Log scale whose ticks are plain numbers: 0.5, 1, 2, 5, …"""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

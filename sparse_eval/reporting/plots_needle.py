@@ -20,7 +20,7 @@ from sparse_eval.reporting.plots_live import (
     draw_line,
     legend_outside,
     line_axes,
-    nats_axis,
+    log_axis,
     new_figure,
     plain_axes,
     read_axis,
@@ -147,7 +147,7 @@ def needle_curve(answers: pd.DataFrame, path: Path | str) -> Path:
     left.set_ylim(-0.03, 1.03)
     left.yaxis.set_major_formatter(PercentFormatter(1, 0))
     left.set_ylabel("correct answers (bars: Wilson 95 %)")
-    nats_axis(right)
+    log_axis(right)
     right.set_ylabel("NLL of the true answer (nats; bars: ± 1 SE)")
     for axes in (left, right):
         read_axis(axes, table["model_read_fraction"].min())
