@@ -271,6 +271,18 @@ def test_the_chat_format_frames_the_prompt_and_is_named(tmp_path):
     )
 
 
+def test_examples_stand_before_the_question_as_lm_eval_puts_them(tmp_path, capsys):
+    tasks = "task.tasks=[tiny_shots,se_needle_word]"
+    task = task_of(tmp_path, tasks, "task.num_fewshot=2", "task.metadata={max_length: 180}")
+    shots, needle = task.parts
+    assert len(task.tokenizer.decode(shots.samples[0].asks[0].ids).split("Answer:")) == 2 + 2
+    none = task_of(tmp_path, tasks, "task.metadata={max_length: 180}").parts
+    assert len(task.tokenizer.decode(none[0].samples[0].asks[0].ids).split("Answer:")) == 2
+    assert needle.samples == none[1].samples
+    task._warn_of(needle)
+    assert "se_needle_word is asked without examples" in capsys.readouterr().out
+
+
 def test_prompts_that_do_not_fit_are_cut_counted_and_told(tmp_path, capsys):
     rows = rows_of(task_of(tmp_path, "task.tasks=[tiny_say]", "task.max_length=165"), tmp_path)
     (dense,) = [

@@ -77,8 +77,8 @@ class LmEval(LiveTask):
         with tempfile.TemporaryDirectory(prefix="sparse_eval_") as folder:
             self.tokenizer.save_pretrained(folder)  # tasks of a given length name a tokenizer
             metadata = {"tokenizer": folder} | self.config.all_metadata
-            config = self.config
-            return load_suite(config.tasks, config.include_path, metadata, config.seed)
+            c = self.config
+            return load_suite(c.tasks, c.include_path, metadata, c.seed, c.num_fewshot)
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -197,6 +197,8 @@ class LmEval(LiveTask):
         kwargs = part.task.get_config("generation_kwargs") or {}
         if part.task.OUTPUT_TYPE == "generate_until" and kwargs.get("do_sample"):
             self.progress.warn(f"{part.name} asks for sampling: it is decoded greedily here")
+        if self.config.num_fewshot and part.task.get_config("num_fewshot") == 0:
+            self.progress.warn(f"{part.name} is asked without examples: its own num_fewshot is 0")
         count = sum(sample.is_truncated for sample in part.samples)
         if count:
             self.progress.warn(
