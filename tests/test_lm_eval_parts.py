@@ -181,6 +181,31 @@ def test_rulers_lengths_that_a_document_has_not_are_no_scores():
     assert metric.is_primary and math.isnan(metric.stderr)
 
 
+def test_a_score_that_is_no_mean_of_its_documents_is_not_compared_by_them():
+    """lm-eval keeps a log-likelihood a document where the task's score is their perplexity."""
+    from sparse_eval.lm.gate import judge
+    from sparse_eval.lm.scoring import metrics_of
+
+    class Task:
+        def get_config(self, key: str) -> Any:
+            return [{"metric": "perplexity"}, {"metric": "acc"}]
+
+    logged = [
+        {"doc_id": i, "filter": "none", "perplexity": -float(i + 1), "acc": 1.0} for i in range(20)
+    ]
+    found = {"perplexity,none": math.exp(10.5), "acc,none": 1.0}
+    better = {"perplexity": False, "acc": True}
+    perplexity, acc = metrics_of(Task(), found, logged, better)
+    assert not perplexity.measured and len(acc.measured) == 20
+    nothing = difference(list(perplexity.values.values()), list(acc.values.values()))
+    told = verdict(nothing, nothing.p, gated=False, higher_is_better=False)
+    assert told == "not ranked: its score is no mean over documents"
+    for floor, gated in ((20.0, True), (50_000.0, False)):
+        config = config_of(f"task.gate.floors={{lambada: {floor}}}").gate
+        gate = judge("lambada", 0.0, perplexity, "own", config)
+        assert (gate.gated, gate.n, gate.value) == (gated, 20, perplexity.value)
+
+
 def test_successes_are_compared_by_mcnemar_and_other_scores_by_sign_flips():
     found = difference([1.0] * 8 + [0.0] * 2, [0.0] * 6 + [1.0] * 2 + [0.0] * 2)
     assert found.mean == pytest.approx(-0.6) and found.p == pytest.approx(2 / 2**6)

@@ -23,7 +23,7 @@ NAN = float("nan")
 @dataclass(frozen=True)
 class Gate:
     """on: "own" documents, or the "measured" ones where there are no others; "none" were asked.
-    value: dense's mean there. lower: its one-sided bound."""
+    value: dense's score there. lower: its one-sided bound."""
 
     chance: float
     floor: float
@@ -64,15 +64,14 @@ def judge(name: str, chance: float, primary: Metric | None, on: str, config: Flo
     floor = config.floor(name, chance)
     if primary is None:
         return Gate(chance, floor, config.n, "none")
-    values = primary.measured
-    mean = sum(values) / len(values) if values else NAN
+    values, value = primary.measured, primary.value
     lower = NAN
     if values and primary.higher_is_better and min(values) >= 0 and max(values) <= 1:
         lower = wilson_lower(sum(values), len(values), config.confidence)
-    elif name in config.floors:  # no bound is known for such a score: its mean must do
-        lower = mean if primary.higher_is_better else -mean
+    elif name in config.floors:  # no bound is known for such a score: it must do itself
+        lower = value if primary.higher_is_better else -value
         floor = floor if primary.higher_is_better else -floor
-    return Gate(chance, floor, len(values), on, mean, lower)
+    return Gate(chance, floor, len(values) or len(primary.values), on, value, lower)
 
 
 def is_possible(name: str, chance: float, config: FloorConfig) -> bool:
