@@ -206,6 +206,24 @@ def test_a_score_that_is_no_mean_of_its_documents_is_not_compared_by_them():
         assert (gate.gated, gate.n, gate.value) == (gated, 20, perplexity.value)
 
 
+def test_choices_asked_without_the_prompt_are_no_further_choices():
+    from sparse_eval.lm.gate import chance_of
+    from sparse_eval.lm.requests import Ask, Sample
+    from sparse_eval.lm.results import said
+
+    class Task:
+        OUTPUT_TYPE = "multiple_choice"
+
+        def get_config(self, key: str) -> Any:
+            metrics = [{"metric": "acc"}, {"metric": "acc_mutual_info"}]
+            return metrics if key == "metric_list" else None
+
+    asks = tuple(Ask((1, 2), 1, 0, "", continuation=(3,)) for _ in range(2 * 4))
+    assert chance_of(Task(), [Sample(0, asks, "0")]) == pytest.approx(1 / 4)
+    given = [[-3.0, False], [-2.0, False], [-9.0, False], [-4.0, False]]
+    assert said(Task(), [*given, *([-1.0, False] for _ in given)]) == "1"
+
+
 def test_successes_are_compared_by_mcnemar_and_other_scores_by_sign_flips():
     found = difference([1.0] * 8 + [0.0] * 2, [0.0] * 6 + [1.0] * 2 + [0.0] * 2)
     assert found.mean == pytest.approx(-0.6) and found.p == pytest.approx(2 / 2**6)

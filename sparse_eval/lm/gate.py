@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparse_eval.lm.config import FloorConfig
-from sparse_eval.lm.requests import Sample
+from sparse_eval.lm.requests import Sample, choices
 from sparse_eval.lm.scoring import Metric
 from sparse_eval.needle.gate import can_pass
 from sparse_eval.reporting.proportions import wilson_lower
@@ -55,7 +55,7 @@ def chance_of(task: Any, samples: Sequence[Sample]) -> float:
     if isinstance(metadata, dict) and isinstance(metadata.get("chance"), int | float):
         return float(metadata["chance"])
     if task.OUTPUT_TYPE == "multiple_choice":
-        return sum(1 / len(sample.asks) for sample in samples) / len(samples)
+        return sum(1 / len(choices(task, sample.asks)) for sample in samples) / len(samples)
     return 0.0
 
 

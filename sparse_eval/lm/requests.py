@@ -172,6 +172,14 @@ def generation(
     return tuple(stops), min(most, config.max_new_tokens or most)
 
 
+def choices(task: Any, of_document: Sequence[Any]) -> Sequence[Any]:
+    """A document's requests, or answers, less those that acc_mutual_info asks without the prompt,
+    behind the others."""
+    listed = [entry.get("metric") for entry in task.get_config("metric_list") or []]
+    num = len(of_document)
+    return of_document[: num // 2] if "acc_mutual_info" in listed else of_document
+
+
 def batches(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
     """Consecutive documents, measured together: the unit that is kept and resumed."""
     for start in range(0, len(samples), size):
