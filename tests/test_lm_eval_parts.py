@@ -47,6 +47,7 @@ def test_made_tasks_hear_how_many_documents_and_which_format():
         (["task.tasks=[]"], "at least one"),
         (["task.limit=-1"], "task.limit"),
         (["task.limit=2.5"], "task.limit"),
+        (["task.limit={a: {b: 2}}"], "task.limit"),
         (["task.chat=yes"], "none, template"),
         (["task.include_path=/no/such/folder"], "must be a folder"),
         (["task.gate.margin=0"], "task.gate.margin"),

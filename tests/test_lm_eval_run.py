@@ -324,6 +324,19 @@ def test_tasks_without_a_question_of_their_own_need_its_length(tmp_path):
     assert {sample.asks[0].tail for sample in task.parts[0].samples} == {5}
 
 
+def test_a_cut_prompt_keeps_its_question_and_some_context(tmp_path):
+    for words in (["task.max_length=36"], ["task.max_length=90", "protocol.question_tokens=100"]):
+        task = task_of(tmp_path, "task.tasks=[tiny_say]", "protocol=question", *words)
+        with pytest.raises(SharedFailed, match="no context left before its"):
+            task.parts  # noqa: B018
+
+
+def test_a_limit_for_a_task_that_is_not_run_is_an_error(tmp_path):
+    task = task_of(tmp_path, "task.tasks=[tiny_group]", "task.limit={tiny_choise: 2}")
+    with pytest.raises(SharedFailed, match="tiny_choise is not one of the tasks: tiny_always"):
+        task.parts  # noqa: B018
+
+
 def test_a_hub_task_without_a_network_fails_at_once(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(suite, "is_reachable", lambda: False)

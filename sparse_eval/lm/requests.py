@@ -140,9 +140,15 @@ def ask_of(instance: Any, config: LmConfig, side: TextSide, max_length: int) -> 
             f"a prompt of {len(ids)} tokens and its answer exceed {max_length} tokens, and "
             "task.strict is set"
         )
+    tail = side.tail(text, ids, instance.doc) if text else 1
+    if side.is_question and text and not tail < len(fitting):
+        raise ValueError(
+            f"protocol=question: a prompt cut to {len(fitting)} tokens has no context left before "
+            f"its {tail} question tokens"
+        )
     return Ask(
         ids=tuple(fitting),
-        tail=side.tail(text, ids, instance.doc) if text else 1,
+        tail=tail,
         num_cut=len(ids) - len(fitting),
         arguments=hash_of(instance),
         stops=stops,

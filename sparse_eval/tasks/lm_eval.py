@@ -7,7 +7,7 @@ answers go back to lm-eval, arm by arm, for its own metrics.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -91,6 +91,12 @@ class LmEval(LiveTask):
         from sparse_eval.lm.gate import chance_of, is_possible
 
         config = self.config
+        limited = config.limit if isinstance(config.limit, Mapping) else {}
+        unknown = sorted(set(limited) - set(self.suite.tasks))
+        if unknown:
+            raise ValueError(
+                f"task.limit: {unknown[0]} is not one of the tasks: {', '.join(self.suite.tasks)}"
+            )
         for name, task in self.suite.tasks.items():
             available = len(task.eval_docs)
             count = config.num_documents(name, available)
