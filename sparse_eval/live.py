@@ -66,6 +66,14 @@ def patched(
             f"protocol={protocol} and question_tokens={question_tokens} do not go together: "
             "question needs the number of question tokens, decode has none"
         )
+    if question_tokens is not None and question_tokens < 1:
+        raise ValueError(f"question_tokens must be >= 1, got {question_tokens}")
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if any(layer not in range(num_layers) for layer in dense_layers):
+        raise ValueError(
+            f"dense_layers must be indices below the model's {num_layers} layers, "
+            f"got {list(dense_layers)}"
+        )
     if budget is None and not (policy.adaptive or policy.dense):
         raise ValueError(f"{type(policy).__name__} needs a budget in tokens, got None")
     if budget is not None and policy.adaptive:
@@ -86,7 +94,9 @@ def patched(
     hook = model.register_forward_pre_hook(live.before_forward, with_kwargs=True)
     model._sparse_eval_live = live
     generate = model.generate
-    model.generate = functools.wraps(generate)(lambda *a, **kw: live.generate(generate, a, kw))
+    model.generate = functools.wraps(generate)(
+        lambda *a, **kw: live.generate(model, generate, a, kw)
+    )
     try:
         with routed(model, live):
             yield live.trace
@@ -127,19 +137,23 @@ class Live:
         self.expected, self.prompt_length, self.max_tokens = None, None, 0
         self.cache = None
 
-    def generate(self, generate: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def generate(
+        self, model: Any, generate: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """model.generate, with the prompt's length known and unsupported modes refused."""
-        config = kwargs.get("generation_config")
+        given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+        configs = (given, model.generation_config)
 
         def asked(name: str) -> Any:
-            value = kwargs.get(name)
-            return getattr(config, name, None) if value is None else value
+            values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+            return next((value for value in values if value is not None), None)
 
         if (asked("num_beams") or 1) > 1:
             raise ValueError(
                 f"a patched model decodes without beams, got num_beams={asked('num_beams')}"
             )
-        if kwargs.get("assistant_model") is not None or asked("prompt_lookup_num_tokens"):
+        assisted = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+        if any(asked(name) for name in assisted):
             raise ValueError("a patched model does not support assisted decoding")
         ids = kwargs.get("inputs", kwargs.get("input_ids", args[0] if args else None))
         if ids is None:
@@ -161,18 +175,20 @@ class Live:
         new = ids.shape[1]
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         cached = 0 if cache is None else cache.get_seq_length()
+        was_exchanged = bool(self.states) and cache is not self.cache
         self.rows, self.cache = None, cache
         if isinstance(cached, Tensor):  # a static cache keeps its length on the device
             self.total = cached.clone() + new
-            if new == 1 and self.states:
+            if new == 1 and self.states and not was_exchanged:
                 self.num_sparse = 1
                 return
             cached = int(cached)
-        if self.expected is not None and cached != self.expected:
+        if self.expected is not None and (was_exchanged or cached != self.expected):
             if cached != 0:
                 raise ValueError(
-                    f"the cache holds {cached} tokens where {self.expected} were expected: cropped "
-                    "or exchanged caches are not supported inside one patched context"
+                    f"the cache holds {cached} tokens where the running sequence's "
+                    f"{self.expected} were expected: cropped or exchanged caches are not supported "
+                    "inside one patched context"
                 )
             prompt_length, max_tokens = self.prompt_length, self.max_tokens
             self.forget()

@@ -17,7 +17,8 @@ def main() -> int:
     import sparse_eval.lm.adapter  # noqa: F401  (registers the model with lm-eval)
     from sparse_eval.lm.suite import BUNDLED
 
-    if "--include_path" not in sys.argv and {"run", "--tasks"} & set(sys.argv):
+    given = {word.partition("=")[0] for word in sys.argv[1:]}
+    if "--include_path" not in given and {"run", "--tasks"} & given:
         sys.argv += ["--include_path", str(BUNDLED)]
     try:
         cli_evaluate()

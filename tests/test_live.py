@@ -204,6 +204,31 @@ def test_unsupported_modes_are_refused_in_one_line(llama):
         patched(llama, Full(), protocol="question"),
     ):
         pass
+    with (
+        pytest.raises(ValueError, match="question_tokens must be >= 1"),
+        patched(llama, Full(), protocol="question", question_tokens=0),
+    ):
+        pass
+    for layers in ([3], [-1]):
+        with (
+            pytest.raises(ValueError, match="below the model's 3 layers"),
+            patched(llama, Full(), dense_layers=layers),
+        ):
+            pass
+
+
+def test_ways_to_decode_that_the_models_own_settings_ask_for_are_refused_too(llama, monkeypatch):
+    ids = random_ids(80)
+    config = transformers.GenerationConfig(num_beams=3, max_new_tokens=4)
+    with pytest.raises(ValueError, match="num_beams=3"), patched(llama, Quest(), budget=64):
+        llama.generate(ids, config)
+    monkeypatch.setattr(llama.generation_config, "num_beams", 2)
+    with pytest.raises(ValueError, match="num_beams=2"), patched(llama, Quest(), budget=64):
+        llama.generate(ids, **NEW)
+    monkeypatch.undo()
+    monkeypatch.setattr(llama.generation_config, "prompt_lookup_num_tokens", 3)
+    with pytest.raises(ValueError, match="assisted"), patched(llama, Quest(), budget=64):
+        llama.generate(ids, **NEW)
 
 
 def test_a_cropped_or_exchanged_cache_is_refused(llama):
@@ -215,6 +240,13 @@ def test_a_cropped_or_exchanged_cache_is_refused(llama):
     ):
         decode_step(llama, cache, 5)
         decode_step(llama, shorter, 5)
+    longer = prefill(llama, random_ids(81)[0]).fork()  # as long as the first one is by then
+    with (
+        pytest.raises(ValueError, match="exchanged"),
+        patched(llama, Quest(), budget=64, dense_layers=[0]),
+    ):
+        decode_step(llama, prefill(llama, ids).fork(), 5)
+        decode_step(llama, longer, 5)
 
 
 def test_masks_of_any_form_mean_the_same(llama):

@@ -126,6 +126,23 @@ def test_prompts_that_do_not_fit_are_counted_or_refused(tiny):
         window(tiny, max_length=80, strict=True).generate_until(generations())
 
 
+def test_continuations_that_cannot_be_scored_are_refused(tiny):
+    for continuation in ([], [5] * 81):
+        with pytest.raises(ValueError, match="1 to 80 tokens"):
+            window(tiny, max_length=80)._loglikelihood_tokens([(("", ""), [1, 4, 5], continuation)])
+
+
+def test_a_folder_of_ones_own_is_not_replaced_by_the_bundled_one(monkeypatch):
+    from lm_eval import __main__ as command_line
+
+    from sparse_eval import lm_cli
+
+    for words in (["--include_path", "mine"], ["--include_path=mine"]):
+        monkeypatch.setattr(lm_cli.sys, "argv", ["lm_cli", "run", "--tasks", "x", *words])
+        monkeypatch.setattr(command_line, "cli_evaluate", lambda: None)
+        assert lm_cli.main() == 0 and lm_cli.sys.argv[4:] == words
+
+
 def test_policies_by_name_and_by_class():
     quest = make_policy("quest", {"page_size": 32})
     assert (type(quest).__name__, quest.page_size) == ("Quest", 32)

@@ -47,6 +47,7 @@ def test_made_tasks_hear_how_many_documents_and_which_format():
         (["task.tasks=[]"], "at least one"),
         (["task.limit=-1"], "task.limit"),
         (["task.limit=2.5"], "task.limit"),
+        (["task.limit={a: {b: 2}}"], "task.limit"),
         (["task.chat=yes"], "none, template"),
         (["task.include_path=/no/such/folder"], "must be a folder"),
         (["task.gate.margin=0"], "task.gate.margin"),
@@ -179,6 +180,49 @@ def test_rulers_lengths_that_a_document_has_not_are_no_scores():
     (metric,) = metrics_of(Task(), found, logged, {"8192": True})
     assert (metric.name, metric.value, metric.values) == ("8192", 0.75, {0: 1.0, 1: 0.5})
     assert metric.is_primary and math.isnan(metric.stderr)
+
+
+def test_a_score_that_is_no_mean_of_its_documents_is_not_compared_by_them():
+    """lm-eval keeps a log-likelihood a document where the task's score is their perplexity."""
+    from sparse_eval.lm.gate import judge
+    from sparse_eval.lm.scoring import metrics_of
+
+    class Task:
+        def get_config(self, key: str) -> Any:
+            return [{"metric": "perplexity"}, {"metric": "acc"}]
+
+    logged = [
+        {"doc_id": i, "filter": "none", "perplexity": -float(i + 1), "acc": 1.0} for i in range(20)
+    ]
+    found = {"perplexity,none": math.exp(10.5), "acc,none": 1.0}
+    better = {"perplexity": False, "acc": True}
+    perplexity, acc = metrics_of(Task(), found, logged, better)
+    assert not perplexity.measured and len(acc.measured) == 20
+    nothing = difference(list(perplexity.values.values()), list(acc.values.values()))
+    told = verdict(nothing, nothing.p, gated=False, higher_is_better=False)
+    assert told == "not ranked: its score is no mean over documents"
+    for floor, gated in ((20.0, True), (50_000.0, False)):
+        config = config_of(f"task.gate.floors={{lambada: {floor}}}").gate
+        gate = judge("lambada", 0.0, perplexity, "own", config)
+        assert (gate.gated, gate.n, gate.value) == (gated, 20, perplexity.value)
+
+
+def test_choices_asked_without_the_prompt_are_no_further_choices():
+    from sparse_eval.lm.gate import chance_of
+    from sparse_eval.lm.requests import Ask, Sample
+    from sparse_eval.lm.results import said
+
+    class Task:
+        OUTPUT_TYPE = "multiple_choice"
+
+        def get_config(self, key: str) -> Any:
+            metrics = [{"metric": "acc"}, {"metric": "acc_mutual_info"}]
+            return metrics if key == "metric_list" else None
+
+    asks = tuple(Ask((1, 2), 1, 0, "", continuation=(3,)) for _ in range(2 * 4))
+    assert chance_of(Task(), [Sample(0, asks, "0")]) == pytest.approx(1 / 4)
+    given = [[-3.0, False], [-2.0, False], [-9.0, False], [-4.0, False]]
+    assert said(Task(), [*given, *([-1.0, False] for _ in given)]) == "1"
 
 
 def test_successes_are_compared_by_mcnemar_and_other_scores_by_sign_flips():

@@ -271,6 +271,18 @@ def test_the_chat_format_frames_the_prompt_and_is_named(tmp_path):
     )
 
 
+def test_examples_stand_before_the_question_as_lm_eval_puts_them(tmp_path, capsys):
+    tasks = "task.tasks=[tiny_shots,se_needle_word]"
+    task = task_of(tmp_path, tasks, "task.num_fewshot=2", "task.metadata={max_length: 180}")
+    shots, needle = task.parts
+    assert len(task.tokenizer.decode(shots.samples[0].asks[0].ids).split("Answer:")) == 2 + 2
+    none = task_of(tmp_path, tasks, "task.metadata={max_length: 180}").parts
+    assert len(task.tokenizer.decode(none[0].samples[0].asks[0].ids).split("Answer:")) == 2
+    assert needle.samples == none[1].samples
+    task._warn_of(needle)
+    assert "se_needle_word is asked without examples" in capsys.readouterr().out
+
+
 def test_prompts_that_do_not_fit_are_cut_counted_and_told(tmp_path, capsys):
     rows = rows_of(task_of(tmp_path, "task.tasks=[tiny_say]", "task.max_length=165"), tmp_path)
     (dense,) = [
@@ -310,6 +322,19 @@ def test_tasks_without_a_question_of_their_own_need_its_length(tmp_path):
     given = "protocol.question_tokens=5"
     task = task_of(tmp_path, "task.tasks=[tiny_plain]", "protocol=question", given)
     assert {sample.asks[0].tail for sample in task.parts[0].samples} == {5}
+
+
+def test_a_cut_prompt_keeps_its_question_and_some_context(tmp_path):
+    for words in (["task.max_length=36"], ["task.max_length=90", "protocol.question_tokens=100"]):
+        task = task_of(tmp_path, "task.tasks=[tiny_say]", "protocol=question", *words)
+        with pytest.raises(SharedFailed, match="no context left before its"):
+            task.parts  # noqa: B018
+
+
+def test_a_limit_for_a_task_that_is_not_run_is_an_error(tmp_path):
+    task = task_of(tmp_path, "task.tasks=[tiny_group]", "task.limit={tiny_choise: 2}")
+    with pytest.raises(SharedFailed, match="tiny_choise is not one of the tasks: tiny_always"):
+        task.parts  # noqa: B018
 
 
 def test_a_hub_task_without_a_network_fails_at_once(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from sparse_eval.needle.forms import WORDS
 from sparse_eval.needle.haystack import Haystack, haystack_text
 from sparse_eval.needle.kinds import KINDS
 from sparse_eval.prompts import control_ids
@@ -177,3 +178,15 @@ def test_a_byte_tokenizer_works_too():
     p = planted("uuid", 0.5, context=700, tokenizer=tokenizer)
     assert len(p.ids) == 700 and p.ids[0] == tokenizer.bos_token_id
     assert p.needle in decode(tokenizer, p.ids)
+
+
+def test_text_without_spaces_may_start_at_any_character():
+    # three tokens a character, two at the start: some starts alone give an exact length
+    text = "é" * 40 + "日本語" * 1500
+    lengths = {c: planted("passcode", 1, context=c, hay=haystack(1, text)) for c in (600, 601, 602)}
+    assert all(len(p.ids) == context for context, p in lengths.items())
+
+
+def test_a_text_that_holds_every_value_is_an_error():
+    with pytest.raises(ValueError, match="no word value is left"):
+        planted("word", 0.5, hay=haystack(text=" ".join(WORDS) * 200))

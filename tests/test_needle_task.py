@@ -158,6 +158,7 @@ def test_contexts_resolve_fractions_each_for_itself(tmp_path):
         ("task.chat=maybe", "task.chat must be one of auto, none, template"),
         ("task.contexts=[1]", "task.contexts must be an integer >= 2"),
         ("task.distractors=0", "task.distractors must be an integer >= 1"),
+        ("task.distractors=500", "task.distractors must be below"),
         ("task.gate.dense_min=1.0", r"task.gate.dense_min must lie in \(0, 1\)"),
         ("task.gate.n=-1", "task.gate.n must be an integer >= 0"),
         ("task.max_new_tokens=0", "task.max_new_tokens must be an integer >= 1"),

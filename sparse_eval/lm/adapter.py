@@ -134,6 +134,11 @@ class PolicyLM(HFLM):
         """Each distinct context is prefilled once; its continuations are fed together."""
         by_context = defaultdict(list)
         for place, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"a continuation must have 1 to {self.max_length} tokens, got "
+                    f"{len(continuation)}"
+                )
             room = self.max_length + 1 - len(continuation)
             self.count_cut(len(context), room)
             by_context[tuple(context[-room:])].append((place, tuple(continuation)))

@@ -129,7 +129,9 @@ def limit_of(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, Mapping):
-        return {str(task): limit_of(one) for task, one in value.items()}
+        found = {str(task): limit_of(one) for task, one in value.items()}
+        if not any(isinstance(one, Mapping) for one in found.values()):
+            return found
     if not is_number(value) or value <= 0 or (value > 1 and value != int(value)):
         raise ValueError(
             "task.limit must be a number of documents, a share in (0, 1), {task: number} or null, "

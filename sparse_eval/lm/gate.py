@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparse_eval.lm.config import FloorConfig
-from sparse_eval.lm.requests import Sample
+from sparse_eval.lm.requests import Sample, choices
 from sparse_eval.lm.scoring import Metric
 from sparse_eval.needle.gate import can_pass
 from sparse_eval.reporting.proportions import wilson_lower
@@ -23,7 +23,7 @@ NAN = float("nan")
 @dataclass(frozen=True)
 class Gate:
     """on: "own" documents, or the "measured" ones where there are no others; "none" were asked.
-    value: dense's mean there. lower: its one-sided bound."""
+    value: dense's score there. lower: its one-sided bound."""
 
     chance: float
     floor: float
@@ -55,7 +55,7 @@ def chance_of(task: Any, samples: Sequence[Sample]) -> float:
     if isinstance(metadata, dict) and isinstance(metadata.get("chance"), int | float):
         return float(metadata["chance"])
     if task.OUTPUT_TYPE == "multiple_choice":
-        return sum(1 / len(sample.asks) for sample in samples) / len(samples)
+        return sum(1 / len(choices(task, sample.asks)) for sample in samples) / len(samples)
     return 0.0
 
 
@@ -64,15 +64,14 @@ def judge(name: str, chance: float, primary: Metric | None, on: str, config: Flo
     floor = config.floor(name, chance)
     if primary is None:
         return Gate(chance, floor, config.n, "none")
-    values = primary.measured
-    mean = sum(values) / len(values) if values else NAN
+    values, value = primary.measured, primary.value
     lower = NAN
     if values and primary.higher_is_better and min(values) >= 0 and max(values) <= 1:
         lower = wilson_lower(sum(values), len(values), config.confidence)
-    elif name in config.floors:  # no bound is known for such a score: its mean must do
-        lower = mean if primary.higher_is_better else -mean
+    elif name in config.floors:  # no bound is known for such a score: it must do itself
+        lower = value if primary.higher_is_better else -value
         floor = floor if primary.higher_is_better else -floor
-    return Gate(chance, floor, len(values), on, mean, lower)
+    return Gate(chance, floor, len(values) or len(primary.values), on, value, lower)
 
 
 def is_possible(name: str, chance: float, config: FloorConfig) -> bool:

@@ -140,9 +140,15 @@ def ask_of(instance: Any, config: LmConfig, side: TextSide, max_length: int) -> 
             f"a prompt of {len(ids)} tokens and its answer exceed {max_length} tokens, and "
             "task.strict is set"
         )
+    tail = side.tail(text, ids, instance.doc) if text else 1
+    if side.is_question and text and not tail < len(fitting):
+        raise ValueError(
+            f"protocol=question: a prompt cut to {len(fitting)} tokens has no context left before "
+            f"its {tail} question tokens"
+        )
     return Ask(
         ids=tuple(fitting),
-        tail=side.tail(text, ids, instance.doc) if text else 1,
+        tail=tail,
         num_cut=len(ids) - len(fitting),
         arguments=hash_of(instance),
         stops=stops,
@@ -170,6 +176,14 @@ def generation(
     stops = handle_stop_sequences(until, eos=side.eos_text)
     most = int(str(given["max_gen_toks"]))
     return tuple(stops), min(most, config.max_new_tokens or most)
+
+
+def choices(task: Any, of_document: Sequence[Any]) -> Sequence[Any]:
+    """A document's requests, or answers, less those that acc_mutual_info asks without the prompt,
+    behind the others."""
+    listed = [entry.get("metric") for entry in task.get_config("metric_list") or []]
+    num = len(of_document)
+    return of_document[: num // 2] if "acc_mutual_info" in listed else of_document
 
 
 def batches(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:

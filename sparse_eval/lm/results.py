@@ -10,6 +10,7 @@ from sparse_eval.core import Row
 from sparse_eval.lm.cell import READ
 from sparse_eval.lm.config import LmConfig
 from sparse_eval.lm.gate import Gate, judge
+from sparse_eval.lm.requests import choices
 from sparse_eval.lm.scoring import NAN, Metric, Scores, score
 from sparse_eval.lm.texts import TextSide
 from sparse_eval.needle.cell import mean
@@ -68,7 +69,10 @@ class Answered:
         }[part.on]()
         gate = judge(part.name, part.chance, on_gate, part.on, config.gate)
         identical = [
-            [is_same(a["answers"], b["answers"]) for a, b in zip(of_arm, rows[0], strict=True)]
+            [
+                is_same(part.task, a["answers"], b["answers"])
+                for a, b in zip(of_arm, rows[0], strict=True)
+            ]
             for of_arm in rows
         ]
         return Answered(part, arms, rows, scores, identical, gate)
@@ -79,15 +83,15 @@ class Answered:
         return difference(list(dense.values()), [arm[doc] for doc in dense])
 
 
-def is_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+def is_same(task: Any, first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Whether two answers to one document are the same text, or the same choice."""
-    return said(first) == said(second)
+    return said(task, first) == said(task, second)
 
 
-def said(answers: Sequence[Any]) -> str:
+def said(task: Any, answers: Sequence[Any]) -> str:
     """An answer in words: its text; of several continuations the likeliest, by number; of one
     whether greedy decoding would have said it."""
-    first = answers[0]
+    first, answers = answers[0], choices(task, answers)
     if isinstance(first, Mapping):
         return str(first["text"])
     if len(answers) == 1:
@@ -129,8 +133,8 @@ def sample_row(
         "difference": value - of_dense,
         "scores": {name: metric.values[sample.doc_id] for name, metric in scores.metrics.items()},
         "expected": sample.target,
-        "output": said(answers),
-        "dense_output": said(dense_row["answers"]),
+        "output": said(answered.part.task, answers),
+        "dense_output": said(answered.part.task, dense_row["answers"]),
         "identical_to_dense": float(identical),
         "gated": answered.gate.gated,
     }
@@ -140,7 +144,7 @@ def sample_row(
     else:
         columns["log_likelihoods"] = [answer[0] for answer in answers]
     if "stock" in row:
-        columns["stock_agreement"] = float(is_same(row["stock"], answers))
+        columns["stock_agreement"] = float(is_same(answered.part.task, row["stock"], answers))
     return columns
 
 
@@ -192,7 +196,8 @@ def task_rows(answered: Answered, i: int, corrected: float) -> list[Row]:
         "chance": gate.chance,
         **{name: mean([row[name] for row in rows]) for name in READ},
     }
-    stock = [is_same(row["stock"], row["answers"]) for row in rows if "stock" in row]
+    task = answered.part.task
+    stock = [is_same(task, row["stock"], row["answers"]) for row in rows if "stock" in row]
     if stock:
         common |= {"stock_agreement": sum(stock) / len(stock), "stock_n": len(stock)}
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ BOOTSTRAP = 1000
 @dataclass(frozen=True)
 class Metric:
     """One of a task's metrics under one arm. value, stderr: lm-eval's. values: by document, NaN
-    where the metric is not a number of its own there. is_primary: the task's first."""
+    where the metric is not a number of its own there: all are where its score is not their mean, as
+    a perplexity's log-likelihoods may run the other way. is_primary: the task's first."""
 
     name: str
     value: float
@@ -142,6 +144,8 @@ def metrics_of(
             metric.isdigit() and all(value != value for value in values.values())
         ):
             continue
+        if not is_mean(float(found[key]), values):
+            values = dict.fromkeys(values, NAN)
         metrics.append(
             Metric(
                 name=metric if len(filters) == 1 else key,
@@ -153,6 +157,13 @@ def metrics_of(
             )
         )
     return metrics
+
+
+def is_mean(score: float, values: Mapping[int, float]) -> bool:
+    measured = [value for value in values.values() if value == value]
+    return bool(measured) and math.isclose(
+        sum(measured) / len(measured), score, rel_tol=1e-6, abs_tol=1e-9
+    )
 
 
 def place_of(task: Any, key: str) -> int:

@@ -103,9 +103,11 @@ def load_suite(
     include_path: tuple[str, ...],
     metadata: Mapping[str, Any],
     seed: int,
+    num_fewshot: int | None = None,
 ) -> Suite:
-    """Tasks with their documents. Raises ValueError or Unavailable in one line that names the task
-    whose data or packages are not here."""
+    """Tasks with their documents. num_fewshot: None: each task's own; as in lm-eval, a task that
+    says 0 stays at 0. Raises ValueError or Unavailable in one line that names the task whose data
+    or packages are not here."""
     found = index_for(names, include_path, json.dumps(dict(metadata), sort_keys=True))
     tasks: dict[str, Any] = {}
     groups: dict[str, Any] = {}
@@ -116,6 +118,8 @@ def load_suite(
             if task_name in tasks:
                 raise ValueError(f"task.tasks: {task_name} is named twice, also by {name}")
             refuse_unsupported(task_name, task)
+            if num_fewshot is not None and task.get_config("num_fewshot") != 0:
+                task.set_config("num_fewshot", num_fewshot)
             tasks[task_name] = task
         groups |= loaded.get("groups", {})
     return Suite(tasks, groups)

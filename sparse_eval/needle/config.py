@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_eval.needle.kinds import KINDS
+from sparse_eval.needle.kinds import KEYS, KINDS
 from sparse_eval.needle.template import CHATS
 
 SPARE_TOKENS = 16
@@ -68,12 +68,15 @@ def needle_config(task: Mapping[str, Any], *, context: int, n: int, protocol: st
         raise ValueError(f"task.measure_recall=true needs protocol=decode, got {protocol!r}")
     if task["max_new_tokens"] is not None:
         whole_number("task.max_new_tokens", task["max_new_tokens"], 1)
+    distractors = whole_number("task.distractors", task["distractors"], 1)
+    if distractors >= len(KEYS):
+        raise ValueError(f"task.distractors must be below {len(KEYS)}, got {distractors}")
     return NeedleConfig(
         kinds=tuple(dict.fromkeys(kinds)),
         depths=tuple(dict.fromkeys(float(d) for d in depths)),
         contexts=tuple(dict.fromkeys(contexts)),
         n=n,
-        distractors=whole_number("task.distractors", task["distractors"], 1),
+        distractors=distractors,
         chat=task["chat"],
         max_new_tokens=task["max_new_tokens"],
         gate=gate_config(task["gate"], n),

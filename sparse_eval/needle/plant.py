@@ -6,6 +6,7 @@ same seed gives the same prompt in every process.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +71,10 @@ def plant(
             f"context must be >= {spot.context - room} tokens for the sentences and the question "
             f"of a {spot.kind.name} needle, got {spot.context}"
         )
-    # now and then no end of the text gives the exact length: then it starts at a later word
-    for start in Gaps.of(window).words[:FITTING_TRIES]:
+    # now and then no end of the text gives the exact length: then it starts at a later word, where
+    # there are few words at a later character
+    starts = itertools.chain(Gaps.of(window).words[:-1], range(1, len(window)))
+    for start in itertools.islice(starts, FITTING_TRIES):
         text = window[start:]
         hay = writer.encode(text)
         if len(hay.ids) < room:

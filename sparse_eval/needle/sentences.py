@@ -7,6 +7,8 @@ from random import Random
 
 from sparse_eval.needle.kinds import KEYS, Kind
 
+VALUE_TRIES = 10_000
+
 
 @dataclass(frozen=True)
 class Spot:
@@ -60,11 +62,17 @@ def draw(spot: Spot, text: str, num_distractors: int) -> Sentences:
     wording = kind.wordings[index]
     keys = random.sample(KEYS, 1 + (num_distractors if kind.has_distractors else 0))
     lowered, values = text.lower(), list[str]()
-    while len(values) < len(keys):
+    for _ in range(VALUE_TRIES):
         value = kind.make(random)
         if value in lowered or any(value == v or kind.form.is_close(value, v) for v in values):
             continue
         values.append(value)
+        if len(values) == len(keys):
+            break
+    else:
+        raise ValueError(
+            f"{spot.name}: no {kind.name} value is left that does not stand in the text already"
+        )
     planted = [wording.needle.format(key=k, value=v) for k, v in zip(keys, values, strict=True)]
     return Sentences(
         wording=index,

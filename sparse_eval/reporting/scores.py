@@ -69,6 +69,8 @@ def verdict(found: Difference, p: float, *, gated: bool, higher_is_better: bool)
     """p: corrected for the tasks looked at."""
     if gated:
         return "not ranked: dense gate"
+    if not found.n:
+        return "not ranked: its score is no mean over documents"
     if math.isnan(p) or found.n < math.ceil(1 - math.log2(SIGNIFICANCE)):
         return f"not ranked: n = {found.n}"
     if p >= SIGNIFICANCE:

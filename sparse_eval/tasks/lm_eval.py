@@ -7,7 +7,7 @@ answers go back to lm-eval, arm by arm, for its own metrics.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -77,8 +77,8 @@ class LmEval(LiveTask):
         with tempfile.TemporaryDirectory(prefix="sparse_eval_") as folder:
             self.tokenizer.save_pretrained(folder)  # tasks of a given length name a tokenizer
             metadata = {"tokenizer": folder} | self.config.all_metadata
-            config = self.config
-            return load_suite(config.tasks, config.include_path, metadata, config.seed)
+            c = self.config
+            return load_suite(c.tasks, c.include_path, metadata, c.seed, c.num_fewshot)
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -91,6 +91,12 @@ class LmEval(LiveTask):
         from sparse_eval.lm.gate import chance_of, is_possible
 
         config = self.config
+        limited = config.limit if isinstance(config.limit, Mapping) else {}
+        unknown = sorted(set(limited) - set(self.suite.tasks))
+        if unknown:
+            raise ValueError(
+                f"task.limit: {unknown[0]} is not one of the tasks: {', '.join(self.suite.tasks)}"
+            )
         for name, task in self.suite.tasks.items():
             available = len(task.eval_docs)
             count = config.num_documents(name, available)
@@ -197,6 +203,8 @@ class LmEval(LiveTask):
         kwargs = part.task.get_config("generation_kwargs") or {}
         if part.task.OUTPUT_TYPE == "generate_until" and kwargs.get("do_sample"):
             self.progress.warn(f"{part.name} asks for sampling: it is decoded greedily here")
+        if self.config.num_fewshot and part.task.get_config("num_fewshot") == 0:
+            self.progress.warn(f"{part.name} is asked without examples: its own num_fewshot is 0")
         count = sum(sample.is_truncated for sample in part.samples)
         if count:
             self.progress.warn(
