@@ -59,7 +59,7 @@ def describe_device(device: str) -> str:
 
 
 def describe_dtype(dtype: str, device: str) -> str:
-    """The dtype, and whether a GPU's products of float32 matrices are rounded to TF32 first (as some
+    """The dtype, and whether a GPU rounds the operands of float32 matrix products to TF32 (as some
     containers ask torch for): then a float32 model's own layers are not float32 throughout."""
     is_tf32 = torch.get_float32_matmul_precision() != "highest"
     is_concerned = device.startswith("cuda") and dtype == "float32"
