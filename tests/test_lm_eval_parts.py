@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from sparse_eval.lm.config import lm_config
 from sparse_eval.lm.texts import TextSide, context_end, cut, until_stop
 from sparse_eval.prefill import prefill
 from sparse_eval.reporting.scores import difference, verdict
+from sparse_eval.reporting.summarise_lm_eval import shares_of
 from tests.tiny import random_ids, tiny_loaded
 
 NAN = float("nan")
@@ -247,3 +249,11 @@ def test_verdicts():
     assert verdict(same, 1.0, **higher) == "not inferior (0.1)"
     assert verdict(few, few.p, **higher) == "not ranked: n = 3"
     assert verdict(worse, NAN, gated=True, higher_is_better=True) == "not ranked: dense gate"
+
+
+def test_only_scores_that_are_shares_enter_the_mean_over_tasks():
+    table = pd.DataFrame(
+        [("a", 0.5, True), ("a", 1.0, True), ("words", 4e11, False), ("rouge", 31.0, True)],
+        columns=["lm_task", "value", "higher_is_better"],
+    )
+    assert shares_of(table) == ["a"]

@@ -53,14 +53,15 @@ def task_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarise_lm_eval(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line per policy and budget over the ranked tasks, of rows of one setting.
+    """One line per policy and budget over the ranked tasks, of rows of one setting: those whose
+    scores are shares, as a perplexity would swamp the mean and win every comparison.
 
     tasks: how many; n: documents. score, score_se: mean of the tasks' scores and its standard
     error. difference, low, high: mean over tasks of the paired difference from dense, 95 %, from
     the documents' differences within tasks. worst_task with its own difference and interval.
     same_as_dense: share of answers. below: tasks significantly below dense (Holm)."""
     table = task_table(rows)
-    ranked = table[~table["gated"].astype(bool)]
+    ranked = table[~table["gated"].astype(bool) & table["lm_task"].isin(shares_of(table))]
     samples = rows[rows["role"] == "sample"]
     lines = []
     for keys, part in table.groupby(CELL, dropna=False, sort=False):
@@ -70,6 +71,12 @@ def summarise_lm_eval(rows: pd.DataFrame) -> pd.DataFrame:
             line | over_tasks(own, at(samples, keys)) if len(own) else line | nothing(part)
         )
     return pd.DataFrame(lines)
+
+
+def shares_of(table: pd.DataFrame) -> list[str]:
+    """The tasks all of whose scores lie in [0, 1], higher being better."""
+    is_share = table["value"].between(0, 1) & table["higher_is_better"].astype(bool)
+    return [str(task) for task, same in is_share.groupby(table["lm_task"]) if same.all()]
 
 
 def at(rows: pd.DataFrame, keys: Any) -> pd.DataFrame:
