@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sparse_eval.fetch import shipped
 from sparse_eval.inputs.checkpoint import (
     checkpoint,
     gguf_sha256,
@@ -35,7 +36,7 @@ from sparse_eval.inputs.model_info import (
     folder_revision,
     info_from,
 )
-from sparse_eval.inputs.store import make_folder
+from sparse_eval.inputs.store import make_folder, user_cache
 from sparse_eval.inputs.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, VOCAB_SIZE, byte_tokenizer
 
 
@@ -87,6 +88,27 @@ def load_model(
     return LoadedModel(
         model.to(device).eval().requires_grad_(False), tokenizer, info, device, dtype
     )
+
+
+def model_folder(name: str, *, model_cache: Path | None = None) -> str:
+    """What transformers' from_pretrained takes for a model yaml's name ("smollm2"): the folder of
+    its checkpoint, fetched and converted if need be. A folder or ORG/NAME is given back as it is.
+
+    Raises ValueError for a name that is none of these, Unavailable for what cannot be fetched."""
+    if "/" in name or Path(name).is_dir():
+        return name
+    known = {key: cfg for key, cfg in shipped("model").items() if has_checkpoint(cfg)}
+    if name not in known:
+        raise ValueError(
+            f"the model must be one of {', '.join(sorted(known))}, a folder or ORG/NAME on the "
+            f"hub, got {name!r}"
+        )
+    return str(checkpoint(known[name], model_cache or user_cache()))
+
+
+def has_checkpoint(cfg: Mapping[str, Any]) -> bool:
+    """Whether a shipped model yaml says by itself where its weights are."""
+    return bool(cfg.get("requirements") or cfg.get("id"))
 
 
 def local_tokenizer(cfg: Mapping[str, Any], *, model_cache: Path) -> Any | None:

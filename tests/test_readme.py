@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+from sparse_eval import models
 from sparse_eval.check import check_policy
+from sparse_eval.storage.columns import SCHEMA
+from tests.tiny import tiny_loaded
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -26,3 +30,27 @@ def test_the_readme_links_to_files_that_exist():
     root = Path(__file__).parent.parent
     missing = [link for link in links if "://" not in link and not (root / link).exists()]
     assert links and not missing
+
+
+def test_the_readmes_python_runs_as_written(tmp_path, monkeypatch, capture, capsys):
+    """With a tiny model in the place of the fetched one."""
+    (snippet,) = re.findall(r"From Python:\n\n```python\n(.*?)```", README, re.S)
+    model = tmp_path / "model"
+    tiny = tiny_loaded("tiny_llama")
+    tiny.model.save_pretrained(model)
+    tiny.tokenizer.save_pretrained(model)
+    monkeypatch.setattr(models, "model_folder", {"smollm2": str(model)}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text(README[:700])
+    captures = tmp_path / "outputs" / "cache" / "captures"
+    captures.mkdir(parents=True)
+    capture.save(captures / "0.safetensors")
+    row = f'{{"schema": {SCHEMA}, "task": "recall", "policy": "window"}}\n'
+    (tmp_path / "outputs" / "recall").mkdir()
+    (tmp_path / "outputs" / "recall" / "rows.jsonl").write_text(row)
+    found: dict[str, Any] = {}
+    exec(snippet, found)
+    assert set(found["table"]["policy"]) == {"quest", "window"}
+    assert 0 < found["trace"].density < 1 and 0 < found["trace"].read_fraction < 1
+    assert len(found["rows"]) == 1
+    assert str(found["trace"].tokens_read) in capsys.readouterr().out
