@@ -138,7 +138,7 @@ def run(
 def measure(
     settings: Settings, folder: Path, overrides: list[str], progress: Progress, tracker: Tracker
 ) -> list[Row]:
-    started = time.perf_counter()
+    began, started = datetime.now().astimezone(), time.perf_counter()
     kit, is_job = KITS[settings.task["name"]], progress.level is not None
     parts = Parts(settings, progress, kit.task, remembers=is_job)
     journal = Journal(folder)
@@ -153,7 +153,9 @@ def measure(
     if rows:
         tracker.log_rows(rows)
         headline = kit.show.headline(rows) | parts.facts
-        summary = summarise(settings, headline, overrides, time.perf_counter() - started)
+        summary = summarise(
+            settings, headline, overrides, began, time.perf_counter() - started
+        )
         write_summary(folder, summary)
         tracker.log_summary(summary)
         write_parquet(rows, folder / "rows.parquet")
@@ -189,7 +191,11 @@ def announce(settings: Settings, progress: Progress) -> None:
 
 
 def summarise(
-    settings: Settings, headline: dict[str, Any], overrides: list[str], seconds: float
+    settings: Settings,
+    headline: dict[str, Any],
+    overrides: list[str],
+    began: datetime,
+    seconds: float,
 ) -> dict[str, Any]:
     """summary.json: headline figures, the resolved config, provenance."""
     return {
@@ -197,7 +203,7 @@ def summarise(
         **headline,
         "config": config_record(settings),
         "provenance": provenance(
-            device=settings.device, backend=settings.backend, dtype=settings.dtype
+            device=settings.device, backend=settings.backend, dtype=settings.dtype, started=began
         ),
         "finished": datetime.now().astimezone().isoformat(timespec="seconds"),
         "wall_seconds": seconds,

@@ -10,7 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,15 @@ def source_of(cls: type) -> str:
         raise ValueError(f"cannot read the source of {cls.__qualname__}") from error
 
 
-def provenance(*, device: str, backend: str, dtype: str) -> dict[str, Any]:
-    """What summary.json says about how its numbers came about; None = not known here."""
+def provenance(*, device: str, backend: str, dtype: str, started: datetime) -> dict[str, Any]:
+    """What summary.json says about how its numbers came about; None = not known here. started:
+    when the run began."""
     # torch loads here, not above: reports are made from rows alone, without it.
     import torch
 
     return {
         "command": command(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": started.isoformat(timespec="seconds"),
         "package": version_of("sparse-eval"),
         "git_commit": git("rev-parse", "HEAD"),
         "git_changed_files": count_lines(git("status", "--porcelain")),

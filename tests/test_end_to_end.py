@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,15 @@ def test_a_run_says_what_runs_and_leaves_a_folder_that_explains_itself(finished)
     assert expected | {".hydra"} <= names
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["provenance"]["torch"] and summary["config"]["context"] == 200
+    assert len(summary["replay_error"]) == 2
     assert all(error < 1e-5 for error in summary["replay_error"].values())
+    worst = max(summary["replay_error"].values())
+    assert f"{worst:.1e} apart (relative L2, worst layer and prompt)" in printed
+    began, ended = (
+        datetime.fromisoformat(text)
+        for text in (summary["provenance"]["started"], summary["finished"])
+    )
+    assert abs((ended - began).total_seconds() - summary["wall_seconds"]) <= 2
     assert "Traceback" not in (folder / "run.log").read_text()
 
 
@@ -76,6 +85,7 @@ def test_the_second_run_measures_nothing_and_loads_no_model(finished):
     done = run(root, *TINY, "budget=[64,96]", "name=again")
     assert set((root / "outputs/cache/cells").iterdir()) == before
     assert "prefill, prompt" not in done.stdout and "loading" not in done.stdout
+    assert "apart (relative L2, worst layer and prompt)" in done.stdout
 
 
 def test_a_failing_run_exits_with_1_and_keeps_its_traceback(tmp_path):

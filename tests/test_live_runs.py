@@ -55,6 +55,7 @@ def test_a_run_leaves_rows_samples_summary_pictures_and_a_page(done):
     assert list((folder / "plots").glob(f"{task}*.png"))
     page = (folder / "report.html").read_text()
     assert "data:image/png" in page and "protocol decode" in page or task == "fidelity"
+    assert "noise floor: stock SDPA" in page
 
 
 def test_a_page_can_be_made_again_from_the_rows(done):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def test_code_hash_changes_with_a_policy_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_provenance_says_where_numbers_come_from():
-    found = provenance(device="cpu", backend="torch", dtype="float32")
+    found = provenance(device="cpu", backend="torch", dtype="float32", started=datetime.now())
     for name in ("command", "torch", "transformers", "python", "cpu", "threads", "code_hash"):
         assert found[name], name
     assert found["gpu"] is None and found["device"] == "cpu"

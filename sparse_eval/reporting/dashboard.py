@@ -147,6 +147,9 @@ def setting_facts(rows: pd.DataFrame) -> list[str]:
         dense = ", ".join(map(str, first["dense_layers"])) or "none"
         is_all = "dense_layer" in rows and rows["dense_layer"].all()
         facts.append(f"dense layers {dense}" + (", all: nothing is left out" if is_all else ""))
+    if has(first, "replay_error"):
+        error = rows["replay_error"].max()
+        facts.append(f"replayed dense attention within {error:.1e} of the model's own outputs")
     machine = [str(first[name]) for name in ("device", "dtype", "backend") if has(first, name)]
     return facts + ([", ".join(machine)] if machine else [])
 
@@ -186,6 +189,9 @@ def run_facts(run: Mapping[str, Any]) -> str:
     apart = ("command", "folder", "config", "provenance", "headline")
     extra = {k: v for k, v in run.items() if isinstance(v, int | float | str | Mapping)}
     shown = {k: v for k, v in {**origin, **extra}.items() if k not in apart}
+    if replayed := [x for x in dict(run.get("replay_error") or {}).values() if x is not None]:
+        of = f"{len(replayed)} prompt{'s'[: len(replayed) > 1]}"
+        shown["replay_error"] = f"{max(replayed):.1e} (relative L2, worst layer of {of})"
     facts = "".join(
         f"<div><dt>{html.escape(key.replace('_', ' '))}</dt><dd>{fact(value)}</dd></div>"
         for key, value in shown.items()

@@ -29,6 +29,7 @@ from sparse_eval.reporting.tables_latency import timings_table
 from sparse_eval.reporting.tables_live import (
     answers_table,
     comparison_table,
+    fidelity_floor_line,
     fidelity_table,
     floor_line,
     gate_lines,
@@ -99,13 +100,13 @@ def outcome_list() -> str:
 
 
 def fidelity_sections(rows: pd.DataFrame) -> list[str]:
-    return [
-        section(
-            "Fidelity" + (f", {name}" if name else ""),
-            html_table(fidelity_table(summarise_fidelity(part))),
-        )
-        for name, part in split_fidelity(rows).items()
-    ]
+    sections = []
+    for name, part in split_fidelity(rows).items():
+        table = summarise_fidelity(part)
+        floor = f"<p>{html.escape(fidelity_floor_line(table))}</p>"
+        title = "Fidelity" + (f", {name}" if name else "")
+        sections.append(section(title, html_table(fidelity_table(table)), floor))
+    return sections
 
 
 def lm_eval_sections(rows: pd.DataFrame) -> list[str]:

@@ -12,7 +12,7 @@ from sparse_eval.cli.config import Settings
 from sparse_eval.core import Row
 from sparse_eval.reporting.grid import grid_of
 from sparse_eval.reporting.summarise_fidelity import split_fidelity, summarise_fidelity
-from sparse_eval.reporting.tables_live import fidelity_table
+from sparse_eval.reporting.tables_live import fidelity_floor_line, fidelity_table
 from sparse_eval.storage.columns import names
 from sparse_eval.tasks.live_task import arms_of
 
@@ -61,8 +61,4 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
         )
         console.print()
         console.print(grid_of(fidelity_table(table), title))
-        dense = table[table["is_dense"]].iloc[0]
-        console.print(
-            f"noise floor: stock SDPA, fed in one piece, against dense through the shared kernel: "
-            f"KL {dense['stock_kl_mean']:.1e}, {dense['stock_agreement']:.1%} of next tokens equal"
-        )
+        console.print(fidelity_floor_line(table))

@@ -13,7 +13,7 @@ from sparse_eval.cli.config import Settings
 from sparse_eval.core import Row
 from sparse_eval.models import model_info
 from sparse_eval.reporting.frontiers import ranking_sentence
-from sparse_eval.reporting.summarise import summarise_recall
+from sparse_eval.reporting.summarise import replay_line, summarise_recall
 
 
 def announce(settings: Settings) -> list[str]:
@@ -89,6 +89,7 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
             grid.add_row(named.label, *(cell(mine, budget) for budget in budgets))
     console.print()
     console.print(grid)
+    console.print(replay_line(pd.DataFrame(rows)))
     if len(settings.policies) > 1:
         console.print(ranking_sentence(pd.DataFrame(rows)), markup=False, highlight=False)
     if is_all_dense:

@@ -100,6 +100,15 @@ def check_one_capture(rows: pd.DataFrame) -> None:
         )
 
 
+def replay_line(rows: pd.DataFrame) -> str:
+    """How far the replay of dense attention was from what the model itself computed."""
+    what = "dense attention, replayed through the shared kernel, against the model's own outputs: "
+    errors = rows["replay_error"].dropna() if "replay_error" in rows else pd.Series(dtype=float)
+    if not len(errors):
+        return f"{what}not recorded in these rows"
+    return f"{what}{errors.max():.1e} apart (relative L2, worst layer and prompt)"
+
+
 def split_settings(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Recall rows by setting. A name tells how a setting differs from the others; "" if alone."""
     rows = recall_rows(rows)

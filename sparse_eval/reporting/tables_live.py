@@ -127,6 +127,15 @@ def floor_line(floor: Mapping[str, float]) -> str:
     )
 
 
+def fidelity_floor_line(table: pd.DataFrame) -> str:
+    """table: of summarise_fidelity, which has a dense line."""
+    dense = table[table["is_dense"]].iloc[0]
+    return (
+        f"noise floor: stock SDPA, fed in one piece, against dense through the shared kernel: "
+        f"KL {dense['stock_kl_mean']:.1e}, {dense['stock_agreement']:.1%} of next tokens equal"
+    )
+
+
 def fidelity_table(table: pd.DataFrame) -> TextTable:
     """table: of summarise_fidelity."""
     num_long, num = table["long_tokens"].max(), table["tokens"].max()

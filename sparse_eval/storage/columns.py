@@ -23,7 +23,7 @@ RECALL_COLUMNS = names(
     "layer layer_kind kv_head dense_layer queries mass_recall mass_recall_p10 mass_forced"
     " recall_contested output_error lse_error page_overlap_oracle tokens_read density bytes_kv"
     " bytes_metadata bytes_dense bytes_stored"
-    " density_head output_error_attend lse_error_attend bytes_kv_attend"
+    " density_head output_error_attend lse_error_attend bytes_kv_attend replay_error"
 )
 NEEDLE_COLUMNS = names(
     "needle_kind depth depth_realised outcome answer_nll first_token_rank page_hit"

@@ -134,6 +134,7 @@ class Recall(PromptedTask):
                         evaluator = evaluator or self._evaluator(prompt)
                         rows = self._measure(evaluator, prompt, named, budget, key)
                         store.put(key, rows)
+                    self.replay_errors[prompt.sample] = rows[0].get("replay_error", float("nan"))
                     # the label and the sample are this run's, whoever measured the cell
                     yield [row | {"policy": named.label, "sample": prompt.sample} for row in rows]
                     tick(1)
@@ -147,12 +148,6 @@ class Recall(PromptedTask):
                 f"prompt {prompt.sample}: {repeated:.0%} of the continuation's 4-grams repeat, so "
                 "its queries are a loop's; queries=text feeds the text's own tokens"
             )
-        error = evaluator.replay_error()
-        self.progress.note(
-            f"prompt {prompt.sample}: dense attention replayed through the shared kernel differs "
-            f"from the model's own outputs by {error:.1e} (relative, worst layer)"
-        )
-        self.replay_errors[prompt.sample] = error
         return evaluator
 
     def facts(self) -> dict[str, Any]:
@@ -173,5 +168,6 @@ class Recall(PromptedTask):
             "sample": prompt.sample,
             "seed": s.seed,
             "cell_key": key,
+            "replay_error": evaluator.replay_error(),
         }
         return [common | row for row in evaluator.cell(named.policy, budget)]
