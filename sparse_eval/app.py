@@ -153,9 +153,7 @@ def measure(
     if rows:
         tracker.log_rows(rows)
         headline = kit.show.headline(rows) | parts.facts
-        summary = summarise(
-            settings, headline, overrides, began, time.perf_counter() - started
-        )
+        summary = summarise(settings, headline, overrides, began, time.perf_counter() - started)
         write_summary(folder, summary)
         tracker.log_summary(summary)
         write_parquet(rows, folder / "rows.parquet")

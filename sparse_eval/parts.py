@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from sparse_eval.budgets import Budget, resolve_budget
 from sparse_eval.cli.config import Settings, token_budgets
 from sparse_eval.cli.failure import failure_of, told
 from sparse_eval.cli.progress import Progress
@@ -129,7 +130,11 @@ def parts_of(settings: Settings) -> dict[str, Settings]:
     for asked in s.budgets_asked:
         for named in s.policies:
             one = (named,)
-            name = named.label if named.policy.adaptive else f"{named.label} at budget {asked}"
+            name = (
+                named.label
+                if named.policy.adaptive
+                else f"{named.label} at {told_budget(s, asked)}"
+            )
             parts[name] = replace(
                 s,
                 policies=one,
@@ -137,6 +142,14 @@ def parts_of(settings: Settings) -> dict[str, Settings]:
                 budgets_asked=(asked,),
             )
     return parts
+
+
+def told_budget(settings: Settings, asked: Budget) -> str:
+    """A budget as the tables have it, in tokens; a share that stands for one number of tokens per
+    context stays a share."""
+    if isinstance(asked, float) and settings.task.get("contexts"):
+        return f"{asked:.1%} of the context"
+    return f"{resolve_budget(asked, settings.context):,} tokens"
 
 
 def plain_failure(error: BaseException) -> dict[str, str]:

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from sparse_eval.reporting.page_live import live_page
+from sparse_eval.reporting.plots_live import read_ticks, with_known_bytes
 from sparse_eval.reporting.plots_needle import needle_pictures
 from sparse_eval.reporting.summarise_needle import (
     depth_table,
@@ -18,6 +19,7 @@ from sparse_eval.reporting.summarise_needle import (
     split_needle,
     summarise_needle,
 )
+from sparse_eval.reporting.tables_live import answers_table, comparison_table, gate_lines
 from sparse_eval.storage.table import frame_of
 from tests.needle_rows import NAN, answer_row, needle_run
 
@@ -152,6 +154,44 @@ def test_pictures_are_drawn_and_the_page_holds_them(tmp_path, options):
     page = live_page(rows, [{"folder": "run", "wall_seconds": 1.0}], pictures)
     assert page.count("data:image/png") == len(pictures)
     assert "protocol decode, chat none" in page and "http" not in page.split("</style>")[1]
+
+
+def test_what_an_oracle_reads_is_not_known_and_told(tmp_path):
+    rows = frame_of(needle_run(n=2, budgets=[96], policies=["quest"]))
+    oracle = rows[rows["policy"] == "quest"].assign(policy="oracle", model_read_fraction=NAN)
+    rows = pd.concat([rows, oracle.assign(cell_key="oracle" + oracle["cell_key"])])
+    (part,) = split_needle(rows).values()
+    found = answers_table(summarise_needle(part)).lines
+    assert {cells[0]: cells[2] for cells in found} == {
+        "full": "100.0%",
+        "quest": "14.7%",
+        "oracle": "n/a",
+    }
+    drawn, label = with_known_bytes(summarise_needle(part))
+    assert set(drawn["policy"]) == {"full", "quest"} and "not drawn: oracle" in label
+    page = live_page(rows, [], [])
+    assert "nan" not in page.split("</style>")[1]
+
+
+def test_a_gate_that_was_not_run_and_too_few_prompts_say_so():
+    rows = frame_of(needle_run(n=1, depths=[0.5], budgets=[96], policies=["quest"]))
+    (part,) = split_needle(rows).values()
+    assert gate_lines(gate_table(part)).lines[0][3] == "not run"
+    note = comparison_table(summarise_needle(part)).note
+    assert "n too small to resolve any difference" in note
+
+
+@pytest.mark.parametrize(
+    ("least", "labelled"),
+    [
+        (0.55, [0.5, 0.6, 0.7, 0.8, 0.9, 1]),
+        (0.3, [0.3, 0.4, 0.5, 0.7, 1]),
+        (0.12, [0.15, 0.2, 0.3, 0.5, 0.7, 1]),
+        (0.02, [0.02, 0.05, 0.1, 0.2, 0.5, 1]),
+    ],
+)
+def test_shares_are_labelled_as_they_fit(least, labelled):
+    assert read_ticks(least / 1.15, 1.15) == labelled
 
 
 def test_no_needle_rows_is_one_line():

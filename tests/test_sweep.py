@@ -211,8 +211,8 @@ def test_a_policy_that_breaks_costs_only_its_own_cells(go, tmp_path, breaks, cap
     assert len(rows) == 2 * 2 * 3 * 2
     [failure] = json.loads((folder / "failures.json").read_text())
     assert [part["part"] for part in failure["parts"]] == [
-        "Breaks at budget 64",
-        "Breaks at budget 96",
+        "Breaks at 64 tokens",
+        "Breaks at 96 tokens",
     ]
     capsys.readouterr()
     assert go(*sweep) == 1  # known to fail: not tried again, still told

@@ -41,7 +41,7 @@ def pairs_of(answers: Answers, first: Arm, second: Arm) -> Pairs:
 
 
 def comparison(answers: Answers, dense: Arm, arm: Arm) -> dict[str, Any]:
-    """Columns of an arm against dense; difference: its share less dense's."""
+    """Columns of an arm against dense; difference: its share minus dense's."""
     pairs = pairs_of(answers, dense, arm)
     interval = pairs.interval()
     return {

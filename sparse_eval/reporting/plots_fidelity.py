@@ -9,13 +9,13 @@ from matplotlib.ticker import PercentFormatter
 
 from sparse_eval.reporting.plots import INK, save
 from sparse_eval.reporting.plots_live import (
-    READ_LABEL,
     draw_line,
     legend_outside,
     line_axes,
     log_axis,
     new_figure,
     read_axis,
+    with_known_bytes,
 )
 from sparse_eval.reporting.summarise_fidelity import summarise_fidelity
 
@@ -24,7 +24,7 @@ def fidelity_curve(rows: pd.DataFrame, path: Path | str) -> Path:
     """KL to dense over all tokens, over those that need the long context, and top-1 agreement,
     against the share of the model's KV really read. rows: of one setting."""
     table = summarise_fidelity(rows)
-    sparse = table[~table["is_dense"]]
+    sparse, label = with_known_bytes(table[~table["is_dense"]])
     figure = new_figure("How far from dense?", subject(rows), 12.0, 4.3)
     panels = figure.subplots(1, 3)
     drawn = (("kl_mean", "all tokens"), ("long_kl_mean", "tokens that need the long context"))
@@ -33,7 +33,7 @@ def fidelity_curve(rows: pd.DataFrame, path: Path | str) -> Path:
             line = line.sort_values("model_read_fraction")
             draw_line(axes, str(policy), line, column, line[f"{column}_se"].fillna(0))
         log_axis(axes)
-        axes.set_ylabel("KL(dense || policy), nats")
+        axes.set_ylabel("KL(dense || policy), nats (log scale)")
         axes.set_title(what, loc="left", fontsize=9.5, color=INK)
     for policy, line in sparse.groupby("policy", sort=False):
         line = line.sort_values("model_read_fraction")
@@ -44,7 +44,7 @@ def fidelity_curve(rows: pd.DataFrame, path: Path | str) -> Path:
     for axes in panels:
         read_axis(axes, sparse["model_read_fraction"].min())
         line_axes(axes)
-    figure.supxlabel(READ_LABEL, color=INK, fontsize=9.5)
+    figure.supxlabel(label, color=INK, fontsize=9.5)
     legend_outside(figure, panels[0])
     return save(figure, path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pandas as pd
@@ -14,7 +15,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from sparse_eval.reporting.palette import look_of
 from sparse_eval.reporting.plots import DPI, GRID, INK, MARKER_SIZES, MUTED
 
-READ_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+READ_TICKS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.3, 0.7, 0.15, 0.03, 0.07, 0.4, 0.6, 0.8, 0.9)
+"""Shares that may be labelled, the ones to label first in front."""
+TICK_ROOM = 0.11
+"""What a label takes of the axis, at least."""
 READ_LABEL = "share of the model's KV read per decode step (KV + metadata, all layers; log scale)"
 
 
@@ -35,11 +39,35 @@ def legend_outside(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside right", frameon=False, fontsize=9)  # type: ignore[call-overload]
 
 
+def with_known_bytes(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The lines that have a place on the axis of bytes read, and the axis's label, which names the
+    policies that have none: what an oracle reads to choose is not known."""
+    drawn = table[table["model_read_fraction"].notna()]
+    absent = [str(p) for p in table["policy"].unique() if p not in set(drawn["policy"])]
+    if not absent:
+        return drawn, READ_LABEL
+    why = "not realisable, so it has no share of bytes read"
+    return drawn, f"{READ_LABEL}\nnot drawn: {', '.join(absent)} ({why})"
+
+
+def read_ticks(least: float, most: float) -> list[float]:
+    """The shares to label on a log axis, ascending: as many of READ_TICKS as find room."""
+    room = TICK_ROOM * math.log(most / least)
+    chosen: list[float] = []
+    for tick in READ_TICKS:
+        inside = least <= tick <= most
+        if inside and all(abs(math.log(tick / other)) >= room for other in chosen):
+            chosen.append(tick)
+    return sorted(chosen)
+
+
 def read_axis(axes: Axes, least: float) -> None:
-    """Shares of KV from `least` to 1, log scale, percent."""
+    """Shares of KV from `least` (NaN: nothing is drawn) to 1, log scale, percent."""
+    low, high = (0.5 if math.isnan(least) else least) / 1.15, 1.15
     axes.set_xscale("log")
-    axes.set_xticks(READ_TICKS, [f"{tick:.0%}" for tick in READ_TICKS])
-    axes.set_xlim(least / 1.15, 1.15)
+    ticks = read_ticks(low, high)
+    axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
+    axes.set_xlim(low, high)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

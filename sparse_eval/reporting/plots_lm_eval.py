@@ -13,7 +13,6 @@ from matplotlib.patches import Rectangle
 
 from sparse_eval.reporting.plots import INK, save
 from sparse_eval.reporting.plots_live import (
-    READ_LABEL,
     draw_line,
     legend_outside,
     line_axes,
@@ -21,6 +20,7 @@ from sparse_eval.reporting.plots_live import (
     plain_axes,
     read_axis,
     style_bar,
+    with_known_bytes,
 )
 from sparse_eval.reporting.summarise_lm_eval import summarise_lm_eval, task_table
 
@@ -39,7 +39,8 @@ def lm_eval_curve(rows: pd.DataFrame, table: pd.DataFrame, path: Path | str) -> 
     of the model's KV really read."""
     figure = new_figure("Scores on lm-eval's tasks", subject(rows), 9.6, 4.4)
     left, right = figure.subplots(1, 2)
-    for policy, line in table.groupby("policy", sort=False):
+    drawn, label = with_known_bytes(table)
+    for policy, line in drawn.groupby("policy", sort=False):
         line = line.sort_values("model_read_fraction")
         draw_line(left, str(policy), line, "score", line["score_se"].fillna(0))
         if not line["is_dense"].all():
@@ -47,11 +48,11 @@ def lm_eval_curve(rows: pd.DataFrame, table: pd.DataFrame, path: Path | str) -> 
             draw_line(right, str(policy), line, "worst", [e.clip(lower=0) for e in errors])
     left.set_ylabel("mean score of the ranked tasks (bars: ± 1 SE)")
     right.axhline(0, color="#b8c0ca", linewidth=1)
-    right.set_ylabel("worst task, less dense (bars: 95 %)")
+    right.set_ylabel("worst task, minus dense (bars: 95 %)")
     for axes in (left, right):
-        read_axis(axes, table["model_read_fraction"].min())
+        read_axis(axes, drawn["model_read_fraction"].min())
         line_axes(axes)
-    figure.supxlabel(READ_LABEL, color=INK, fontsize=9.5)
+    figure.supxlabel(label, color=INK, fontsize=9.5)
     legend_outside(figure, left)
     return save(figure, path)
 

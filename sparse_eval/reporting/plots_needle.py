@@ -16,7 +16,6 @@ from sparse_eval.needle.kinds import KINDS
 from sparse_eval.needle.score import OUTCOMES
 from sparse_eval.reporting.plots import INK, save
 from sparse_eval.reporting.plots_live import (
-    READ_LABEL,
     draw_line,
     legend_outside,
     line_axes,
@@ -25,6 +24,7 @@ from sparse_eval.reporting.plots_live import (
     plain_axes,
     read_axis,
     style_bar,
+    with_known_bytes,
 )
 from sparse_eval.reporting.summarise_needle import (
     depth_table,
@@ -139,7 +139,8 @@ def needle_curve(answers: pd.DataFrame, path: Path | str) -> Path:
     table = summarise_needle(answers)
     figure = new_figure("Does the model still answer?", subject(answers), 9.6, 4.4)
     left, right = figure.subplots(1, 2)
-    for policy, line in table.groupby("policy", sort=False):
+    drawn, label = with_known_bytes(table)
+    for policy, line in drawn.groupby("policy", sort=False):
         line = line.sort_values("model_read_fraction")
         errors = [line["accuracy"] - line["low"], line["high"] - line["accuracy"]]
         draw_line(left, str(policy), line, "accuracy", errors)
@@ -148,11 +149,11 @@ def needle_curve(answers: pd.DataFrame, path: Path | str) -> Path:
     left.yaxis.set_major_formatter(PercentFormatter(1, 0))
     left.set_ylabel("correct answers (bars: Wilson 95 %)")
     log_axis(right)
-    right.set_ylabel("NLL of the true answer (nats; bars: ± 1 SE)")
+    right.set_ylabel("NLL of the true answer (nats, log scale; bars: ± 1 SE)")
     for axes in (left, right):
-        read_axis(axes, table["model_read_fraction"].min())
+        read_axis(axes, drawn["model_read_fraction"].min())
         line_axes(axes)
-    figure.supxlabel(READ_LABEL, color=INK, fontsize=9.5)
+    figure.supxlabel(label, color=INK, fontsize=9.5)
     legend_outside(figure, left)
     return save(figure, path)
 

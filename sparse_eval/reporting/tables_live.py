@@ -47,11 +47,11 @@ def answers_table(table: pd.DataFrame) -> TextTable:
         [
             line["policy"],
             budget_of(line),
-            f"{line['model_read_fraction']:.1%}",
+            known(line["model_read_fraction"], ".1%"),
             f"{line['correct']} of {line['n']}",
             f"{line['low']:.2f}-{line['high']:.2f}",
             *(str(line[name] or "") for name in others),
-            f"{line['answer_nll']:.2f}",
+            known(line["answer_nll"], ".2f"),
         ]
         for line in lines_of(table)
     ]
@@ -65,24 +65,39 @@ def answers_table(table: pd.DataFrame) -> TextTable:
 def comparison_table(table: pd.DataFrame) -> TextTable:
     """Who read the value; and against dense, on the prompts whose gate passed."""
     resolvable = table["resolvable"].max() if "resolvable" in table else math.nan
-    smallest = "none" if math.isnan(resolvable) else f"{resolvable:.2f}"
-    head = ["policy", "budget", "hit", "chance", "heads > ½", "wordings", "less dense", "p", "rank"]
+    smallest = (
+        "n too small to resolve any difference"
+        if math.isnan(resolvable)
+        else f"smallest difference it can resolve: {resolvable:.2f}"
+    )
+    head = [
+        "policy",
+        "budget",
+        "hit",
+        "chance",
+        "heads > ½",
+        "wordings",
+        "minus dense",
+        "p",
+        "rank",
+    ]
     lines = [
         [
             line["policy"],
             budget_of(line),
-            f"{line['page_hit']:.1%}",
-            f"{line['page_hit_chance']:.1%}",
-            f"{line['heads_above_half']:.1f}/{line['heads']:.0f}",
-            f"{line['wording_spread']:.2f}",
+            known(line["page_hit"], ".1%"),
+            known(line["page_hit_chance"], ".1%"),
+            heads_cell(line),
+            known(line["wording_spread"], ".2f"),
             *compared_cells(line),
         ]
         for line in lines_of(table)
     ]
     note = (
         "hit: reads of the value's pages, beside chance; heads above one half; wordings: spread of "
-        "accuracy. less dense: paired, where the dense gate passed, Tango 95 %, exact McNemar's p; "
-        f"smallest difference it can resolve: {smallest}; not inferior: one-sided 95 %"
+        "accuracy. minus dense: the difference, paired, where the dense gate passed, Tango 95 %, "
+        "exact McNemar's p; "
+        f"{smallest}; not inferior: one-sided 95 %"
     )
     return TextTable([*head, "verdict"], lines, note, ("verdict",))
 
@@ -109,7 +124,7 @@ def gate_lines(gate: pd.DataFrame) -> TextTable:
             line["needle_kind"],
             f"{line['context']:,}",
             f"{line['depth']:g}",
-            f"{line['gate_correct']} of {line['gate_n']}",
+            f"{line['gate_correct']} of {line['gate_n']}" if line["gate_n"] else "not run",
             "" if math.isnan(line["gate_lower"]) else f"{line['gate_lower']:.2f}",
             "not ranked" if line["not_ranked"] else "ranked",
         ]
@@ -143,14 +158,14 @@ def fidelity_table(table: pd.DataFrame) -> TextTable:
         [
             line["policy"],
             budget_of(line),
-            f"{line['model_read_fraction']:.1%}",
-            f"{line['kl_mean']:.4f}",
-            f"{line['kl_p99']:.3f}",
-            f"{line['top1_agreement']:.1%}",
-            f"{line['nll_sparse']:.3f} ({line['nll_dense']:.3f})",
-            f"{line['long_kl_mean']:.4f}",
-            f"{line['long_top1_agreement']:.1%}",
-            f"{line['long_nll_sparse']:.3f} ({line['long_nll_dense']:.3f})",
+            known(line["model_read_fraction"], ".1%"),
+            known(line["kl_mean"], ".4f"),
+            known(line["kl_p99"], ".3f"),
+            known(line["top1_agreement"], ".1%"),
+            f"{known(line['nll_sparse'], '.3f')} ({known(line['nll_dense'], '.3f')})",
+            known(line["long_kl_mean"], ".4f"),
+            known(line["long_top1_agreement"], ".1%"),
+            f"{known(line['long_nll_sparse'], '.3f')} ({known(line['long_nll_dense'], '.3f')})",
         ]
         for line in lines_of(table)
     ]
@@ -161,6 +176,16 @@ def fidelity_table(table: pd.DataFrame) -> TextTable:
         "context; KL(dense || policy) and NLL in nats, means over prompts"
     )
     return TextTable(head, lines, note)
+
+
+def known(value: float, form: str) -> str:
+    """A figure; n/a where it was not measured or cannot be, such as the bytes an oracle reads."""
+    return "n/a" if math.isnan(value) else format(value, form)
+
+
+def heads_cell(line: Mapping[str, Any]) -> str:
+    above = known(line["heads_above_half"], ".1f")
+    return above if above == "n/a" else f"{above}/{line['heads']:.0f}"
 
 
 def lines_of(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ from sparse_eval.reporting.tables_live import TextTable, budget_of, lines_of
 
 def mean_table(table: pd.DataFrame) -> TextTable:
     """The mean of the ranked tasks beside the worst one. table: of summarise_lm_eval."""
-    head = ["policy", "budget", "KV read", "tasks", "score", "less dense", "worst task"]
-    head += ["less dense there", "below", "as dense"]
+    head = ["policy", "budget", "KV read", "tasks", "score", "minus dense", "worst task"]
+    head += ["minus dense there", "below", "as dense"]
     return TextTable(
         head,
         [mean_line(line) for line in lines_of(table)],
@@ -76,7 +76,7 @@ def score_cell(line: Mapping[str, Any]) -> str:
 
 def tasks_table(table: pd.DataFrame) -> TextTable:
     """Every task, ranked or not, under every arm. table: of task_table."""
-    head = ["task", "policy", "budget", "metric", "score", "n", "less dense", "p", "p Holm"]
+    head = ["task", "policy", "budget", "metric", "score", "n", "minus dense", "p", "p Holm"]
     head += ["cut", "as dense", "verdict"]
     lines = [
         [
@@ -94,7 +94,7 @@ def tasks_table(table: pd.DataFrame) -> TextTable:
         for line in lines_of(table)
     ]
     note = (
-        "scores are lm-eval's own, ± its standard error; less dense: paired by document, 95 %, "
+        "scores are lm-eval's own, ± its standard error; minus dense: paired by document, 95 %, "
         "exact McNemar for right and wrong, sign flips else; cut: prompts that did not fit"
     )
     return TextTable(head, lines, note, ("policy", "metric", "verdict"))
@@ -128,11 +128,11 @@ def gate_lines(table: pd.DataFrame) -> TextTable:
             line["lm_task"],
             f"{line['value']:.2f}",
             number(line["gate_value"]),
-            f"{line['gate_n']:.0f} {line['gate_on']}",
+            "not run" if line["gate_on"] == "none" else f"{line['gate_n']:.0f} {line['gate_on']}",
             number(line["gate_lower"]),
             f"{line['gate_floor']:.2f}",
             f"{line['chance']:.2f}",
-            number(line["resolvable"]),
+            number(line["resolvable"]) or "n too small",
             "not ranked" if line["gated"] else "ranked",
         ]
         for line in lines_of(table)
