@@ -88,8 +88,8 @@ def summarise_needle(rows: pd.DataFrame) -> pd.DataFrame:
     AVERAGED; answer_nll_se over prompts. wording_spread: best less worst wording's accuracy.
     same_as_dense: share of answers that are dense's own, letter for letter.
     Compared, over the pairs prompts that passed the gate: difference (policy minus dense),
-    diff_low, diff_high (Tango 95 %), p_value (exact McNemar), resolvable (the smallest difference that test
-    can tell from none). verdict in words. rank: 1 + the policies at this budget that are
+    diff_low, diff_high (Tango 95 %), p_value (exact McNemar), resolvable (the smallest difference
+    that test can tell from none). verdict in words. rank: 1 + the policies at this budget that are
     significantly better; NaN where nothing is ranked."""
     rows = measured(rows)
     lines = [
