@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -220,9 +221,16 @@ def compared(paths: Sequence[str]) -> Comparison:
 
 
 def default_folder(paths: Sequence[str]) -> Path:
-    """The place itself; for several, `report` in the folder they share."""
+    """The place itself; for several, a folder named after them in the folder they share."""
     if len(paths) > 1:
-        return Path(os.path.commonpath([Path(path).resolve() for path in paths])) / "report"
+        places = [Path(path).resolve() for path in paths]
+        shared = Path(os.path.commonpath(places))
+        names = [str(p.relative_to(shared)) if p != shared else p.name for p in places]
+        short = [re.sub(r"[^\w.-]+", "-", name)[-80:] for name in names]
+        if len(places) == 2:
+            return shared / f"report_{short[0]}_against_{short[1]}"
+        digest = hashlib.sha256("\n".join(map(str, places)).encode()).hexdigest()[:6]
+        return shared / f"report_{short[0]}_and_{len(places) - 1}_more_{digest}"
     if not Path(paths[0]).is_dir():
         raise ValueError(f"PATH must be a folder with a run's rows, got {paths[0]}")
     return Path(paths[0])

@@ -11,7 +11,13 @@ import pandas as pd
 import pytest
 
 from sparse_eval.report import main
-from sparse_eval.reporting.compare import compare, records, verdict
+from sparse_eval.reporting.compare import (
+    compare,
+    identical_line,
+    records,
+    tables_of,
+    verdict,
+)
 from sparse_eval.reporting.compare_latency import timing_lines
 from sparse_eval.reporting.export import latex
 from sparse_eval.reporting.paired import holm, least_p, paired, sign_flip_p, t_quantile
@@ -87,6 +93,56 @@ def test_cells_of_one_run_alone_are_listed():
     assert found.only_a == ["window at 256 tokens", "window at 512 tokens"] and not found.only_b
 
 
+def relabelled(made: pd.DataFrame, label: str, shift: float, **fields: Any) -> pd.DataFrame:
+    """Rows whose quest has other fields, and the label that says so."""
+    made = made.copy()
+    is_quest = made["policy"] == "quest"
+    config = [
+        dict(c) | (fields if q else {})
+        for c, q in zip(made["policy_config"], is_quest, strict=True)
+    ]
+    made["mass_recall"] -= shift * is_quest
+    return made.assign(
+        policy=made["policy"].where(~is_quest, label),
+        policy_config=config,
+        cell_key=label + made["cell_key"],
+    )
+
+
+def test_one_policy_under_two_settings_is_paired():
+    base = {"page_size": 16, "group": "max"}
+    configs = [
+        CONFIG | {"policies": {"quest": base, "window": {}}},
+        CONFIG | {"policies": {"quest:group=sum": base | {"group": "sum"}, "window": {}}},
+    ]
+    a = relabelled(rows(), "quest", 0, group="max")
+    b = relabelled(rows(), "quest:group=sum", 0.01, group="sum")
+    found = compare(a, b, *configs)
+    assert found.config == [("policies.quest.group", "max", "sum")]
+    assert not found.only_a and not found.only_b
+    (line, *_) = records(found.results[found.results["metric"] == "mass_recall"])
+    assert line["policy"] == "quest: group max → sum" and line["n"] == 6
+    assert line["difference"] == pytest.approx(-0.01)
+    shown = tables_of(found, whole=False)["Results"].lines
+    assert {cells[1] for cells in shown} == {"quest: group max → sum"}
+    assert identical_line(found).endswith(": window at 256 tokens, 512 tokens")
+
+
+def test_one_setting_meets_several_and_several_meet_none():
+    one = relabelled(rows(), "quest", 0, group="max")
+    several = pd.concat(
+        [
+            relabelled(rows(), f"quest:group={g}", shift, group=g)
+            for g, shift in (("sum", 0.01), ("mean", 0.02))
+        ]
+    )
+    found = compare(one, several, CONFIG, CONFIG)
+    named = {line["policy"] for line in records(found.results)}
+    assert {"quest: group max → sum", "quest: group max → mean"} < named
+    others = pd.concat([one, relabelled(rows(), "quest:group=min", 0, group="min")])
+    assert len(compare(others, several, CONFIG, CONFIG).only_a) == 4
+
+
 @pytest.mark.parametrize("name", ["dtype", "protocol", "capture_hash", "schema"])
 def test_runs_that_measured_other_things_are_refused(tmp_path, capsys, name):
     other = 2 if name == "schema" else "other"
@@ -97,7 +153,7 @@ def test_runs_that_measured_other_things_are_refused(tmp_path, capsys, name):
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1
     assert "cannot be pooled" in told or "this version reads" in told
-    assert not (tmp_path / "report").exists()
+    assert not list(tmp_path.glob("report*"))
 
 
 @pytest.fixture
@@ -117,8 +173,11 @@ def test_the_command_prints_and_keeps_the_comparison(two, tmp_path, capsys, monk
     assert main(two) == 0
     told = capsys.readouterr().out
     assert "A better" in told and "Holm" in told
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert "A against B" in page and "sign-flip" in page
+    page = (tmp_path / "report_a_against_b" / "report.html").read_text()
+    assert "A against B" in page and "sign-flip" in page and "<h3>Results</h3>" in page
+    (tmp_path / "b").rename(tmp_path / "c")
+    assert main([two[0], str(tmp_path / "c")]) == 0
+    assert len(list(tmp_path.glob("report*/report.html"))) == 2
 
 
 def test_figures_and_tables_for_papers(two):
@@ -191,7 +250,7 @@ def test_latency_runs_are_compared_from_the_command_line(tmp_path, capsys, monke
     paths = [str(tmp_path / name) for name in "ab"]
     assert main([*paths, "--format", "html,latex,csv"]) == 0
     assert "B faster" in capsys.readouterr().out
-    tables = tmp_path / "report" / "tables"
+    tables = tmp_path / "report_a_against_b" / "tables"
     numbers = pd.read_csv(tables / "comparison_timings.csv")
     assert set(numbers["B / A"]) == {0.5} and len(numbers) == len(latency_rows())
     text = (tables / "comparison_timings.tex").read_text()
@@ -199,5 +258,5 @@ def test_latency_runs_are_compared_from_the_command_line(tmp_path, capsys, monke
     own = sorted(tables.glob("latency_*.tex"))  # the same work twice: each run has its own
     assert [path.stem[-2:] for path in own] == ["_a", "_b"]
     assert all("vs best dense" in path.read_text() for path in own)
-    page = (tmp_path / "report" / "report.html").read_text()
+    page = (tmp_path / "report_a_against_b" / "report.html").read_text()
     assert "B faster" in page and 'class="left"' in page

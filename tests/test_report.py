@@ -201,7 +201,7 @@ def test_the_command_prints_the_page_or_one_line(tmp_path, capsys):
 def test_several_paths_are_pooled_beside_them(tmp_path, capsys):
     paths = [run_folder(tmp_path / p, policies=(p,)) for p in ("quest", "window")]
     assert main([str(path) for path in paths]) == 0
-    page = Page(tmp_path / "report" / "report.html")
+    page = Page(tmp_path / "report_quest_against_window" / "report.html")
     assert {p["label"] for p in page.data["settings"][0]["policies"]} == {"quest", "window"}
     assert main([*map(str, paths), "--out", str(tmp_path / "here")]) == 0
     assert (tmp_path / "here" / "report.html").exists()

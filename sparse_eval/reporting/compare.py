@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
+from sparse_eval.reporting.compare_labels import aligned, other_settings
 from sparse_eval.reporting.compare_latency import paired_timings, timing_cells, timing_lines
 from sparse_eval.reporting.grid import grid_of
 from sparse_eval.reporting.html_table import html_table
@@ -39,8 +40,8 @@ IGNORED = ("provenance", "tracking", "verbose", "name", "cache_dir", "model_cach
 @dataclass(frozen=True)
 class Comparison:
     """config: (key, A, B) of keys that differ. results: one line per task, policy, budget and
-    metric: mean_a, mean_b, difference (B less A), low, high, p, p_holm, n, better. timings: of
-    paired_timings."""
+    metric: mean_a, mean_b, difference (B minus A), low, high, p, p_holm, n, better, identical (in
+    every sample). timings: of paired_timings."""
 
     config: list[tuple[str, str, str]]
     results: pd.DataFrame
@@ -52,17 +53,29 @@ class Comparison:
 def compare(
     a: pd.DataFrame, b: pd.DataFrame, config_a: Mapping[str, Any], config_b: Mapping[str, Any]
 ) -> Comparison:
-    """Pairs are the same prompt under the same policy and budget on the same capture. Raises
-    ValueError, with one line, where the runs cannot be paired."""
+    """Pairs are the same prompt under the same policy and budget on the same capture; a policy that
+    each run has under settings of its own is paired too. Raises ValueError, with one line, where
+    the runs cannot be paired."""
     a, b = frame_of(a), frame_of(b)
     check_pairable(a, b)
     samples_a, samples_b = per_sample(a), per_sample(b)
     check_captures(samples_a, samples_b)
     keys = ["task", "policy", "budget_tokens", "what", "metric"]
-    pairs = samples_a.merge(samples_b, on=[*keys, "prompt", "capture"], suffixes=("_a", "_b"))
+    others = other_settings(*(with_labels(rows) for rows in (a, b)))
+    on = [*keys, "prompt", "capture"]
+    met = [
+        named(samples_a, o.a, o.shown).merge(
+            named(samples_b, o.b, o.shown), on=on, suffixes=("_a", "_b")
+        )
+        for o in others
+    ]
+    alike = samples_a.merge(samples_b, on=on, suffixes=("_a", "_b"))
+    pairs = pd.concat([*met, alike]) if met else alike
     cells_a, cells_b = (
         cells_of(s) + timing_cells(rows) for s, rows in ((samples_a, a), (samples_b, b))
     )
+    paired_a = {c for o, m in zip(others, met, strict=True) for c in cells_of(m, o.a)}
+    paired_b = {c for o, m in zip(others, met, strict=True) for c in cells_of(m, o.b)}
     results = pd.DataFrame(
         [
             line_of(key, part)
@@ -73,10 +86,10 @@ def compare(
     if len(results):
         results["p_holm"] = holm(list(results["p"]))
     return Comparison(
-        config_difference(config_a, config_b),
+        config_difference(*aligned(config_a, config_b, others)),
         results,
-        [cell for cell in cells_a if cell not in cells_b],
-        [cell for cell in cells_b if cell not in cells_a],
+        [cell for cell in cells_a if cell not in {*cells_b, *paired_a}],
+        [cell for cell in cells_b if cell not in {*cells_a, *paired_b}],
         paired_timings(a, b),
     )
 
@@ -138,9 +151,23 @@ def per_sample(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def cells_of(samples: pd.DataFrame) -> list[str]:
+def with_labels(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows that have samples, labelled as these are."""
+    rows = rows[rows["task"].isin(METRICS)]
+    return rows.assign(policy=distinct_labels(rows) if len(rows) else "")
+
+
+def named(samples: pd.DataFrame, label: str, shown: str) -> pd.DataFrame:
+    return samples[samples["policy"] == label].assign(policy=shown)
+
+
+def cells_of(samples: pd.DataFrame, label: str | None = None) -> list[str]:
+    """Policy (by its label in one run, where given) and budget of each cell."""
     cells = samples[["policy", "budget_tokens"]].drop_duplicates()
-    return [f"{line.policy} at {budget_text(line.budget_tokens)}" for line in cells.itertuples()]
+    return [
+        f"{label or line.policy} at {budget_text(line.budget_tokens)}"
+        for line in cells.itertuples()
+    ]
 
 
 def budget_text(budget: Any) -> str:
@@ -166,6 +193,7 @@ def line_of(key: Any, part: pd.DataFrame) -> dict[str, Any]:
         "p": found.p,
         "n": found.n,
         "better": better,
+        "identical": bool((part["value_a"] == part["value_b"]).all()),
     }
 
 
@@ -212,8 +240,34 @@ NOTHING_SHARED = "No prompt under the same policy and budget is in both."
 HEAD = ("task", "policy", "budget", "metric", "A", "B", "B − A", "95 %", "p", "p (Holm)", "n", "")
 
 
-def lines(found: Comparison) -> list[list[str]]:
-    """The results as texts, under HEAD."""
+CELL = ["task", "policy", "budget_tokens"]
+
+
+def differing(found: Comparison) -> pd.DataFrame:
+    """The results of cells that are not identical in every metric."""
+    results = found.results
+    if not len(results):
+        return results
+    same = results.groupby(CELL, dropna=False)["identical"].transform("all")
+    return results[~same]
+
+
+def identical_line(found: Comparison) -> str:
+    """The cells that are the same in both runs, in one line; "" for none."""
+    if not len(found.results):
+        return ""
+    same = found.results.drop(differing(found).index)
+    budgets: dict[str, list[str]] = {}
+    for policy, part in same.groupby("policy", sort=False):
+        at = ", ".join(map(budget_text, part["budget_tokens"].unique()))
+        budgets.setdefault(at, []).append(str(policy))
+    cells = "; ".join(f"{', '.join(policies)} at {at}" for at, policies in budgets.items())
+    metrics = ", ".join(same["metric"].unique())
+    return f"Identical in both, sample by sample ({metrics}): {cells}" if cells else ""
+
+
+def lines(results: pd.DataFrame) -> list[list[str]]:
+    """Results as texts, under HEAD."""
     return [
         [
             line["task"],
@@ -229,13 +283,13 @@ def lines(found: Comparison) -> list[list[str]]:
             str(line["n"]),
             verdict(line),
         ]
-        for line in records(found.results)
+        for line in records(results)
     ]
 
 
 NOTE = (
     "Paired by prompt on the same capture: mean of B − A with 95 % by Student's t, two-sided "
-    "sign-flip test, Holm's correction over all lines; n: prompts."
+    "sign-flip test, Holm's correction over all lines, identical ones too; n: prompts."
 )
 
 
@@ -244,12 +298,13 @@ def config_table(found: Comparison) -> TextTable:
     return TextTable(head, [list(line) for line in found.config], "", tuple(head))
 
 
-def tables_of(found: Comparison) -> dict[str, TextTable]:
-    """What both runs measured, by title."""
+def tables_of(found: Comparison, *, whole: bool = True) -> dict[str, TextTable]:
+    """What both runs measured, by title. whole: with the cells that are identical in both."""
     tables = {}
-    if len(found.results):
+    results = found.results if whole else differing(found)
+    if len(results):
         left = ("task", "policy", "budget", "metric", "")
-        tables["Results"] = TextTable(list(HEAD), lines(found), NOTE, left)
+        tables["Results"] = TextTable(list(HEAD), lines(results), NOTE, left)
     if len(found.timings):
         tables["Timings"] = timing_lines(found.timings)
     return tables
@@ -260,8 +315,11 @@ def print_comparison(found: Comparison, console: Console) -> None:
         console.print(grid_of(config_table(found), "What differs in the config"))
     else:
         console.print("The configs are the same.")
-    for title, table in tables_of(found).items():
+    for title, table in tables_of(found, whole=False).items():
+        console.print()
         console.print(grid_of(table, title))
+    if identical_line(found):
+        console.print(identical_line(found))
     if not tables_of(found):
         console.print(NOTHING_SHARED)
     for name, only in (("A", found.only_a), ("B", found.only_b)):
@@ -274,9 +332,13 @@ def comparison_section(found: Comparison, names: Sequence[str]) -> str:
     parts = [
         f'<section id="comparison"><div class="head"><h2>A against B</h2></div><p>A: '
         f"{html.escape(names[0])}<br>B: {html.escape(names[1])}</p>",
-        html_table(config_table(found)) if found.config else "<p>Same config.</p>",
-        *map(html_table, tables_of(found).values()),
+        "<h3>What differs in the config</h3>",
+        html_table(config_table(found)) if found.config else "<p>Nothing.</p>",
     ]
+    for title, table in tables_of(found, whole=False).items():
+        parts += [f"<h3>{title}</h3>", html_table(table)]
+    if identical_line(found):
+        parts.append(f"<p>{html.escape(identical_line(found))}</p>")
     if not tables_of(found):
         parts.append(f"<p>{NOTHING_SHARED}</p>")
     for name, only in (("A", found.only_a), ("B", found.only_b)):

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from sparse_eval.reporting.palette import look_of
 from sparse_eval.reporting.plots import DPI, GRID, INK, MARKER_SIZES, MUTED
 
-READ_TICKS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.3, 0.7, 0.15, 0.03, 0.07, 0.4, 0.6, 0.8, 0.9)
+READ_TICKS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.3, 0.7, 0.15, 0.03, 0.07, 0.4, 0.6, 0.8)
 """Shares that may be labelled, the ones to label first in front."""
 TICK_ROOM = 0.11
 """What a label takes of the axis, at least."""
