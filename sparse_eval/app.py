@@ -72,10 +72,28 @@ def register_resolvers() -> None:
 
 
 def short_name(text: Any) -> str:
-    """A folder's name: paths among the overrides would make folders of their own, and a file
-    system counts bytes (255 at most)."""
-    name = re.sub(r"[^\w.,=+\[\]-]", "_", str(text))[:80]
-    return name.encode()[:200].decode(errors="ignore")
+    """A folder's name of whole key=value words: paths among the overrides would make folders of
+    their own, and a file system counts bytes (255 at most). What finds no room is left out; only a
+    first word that is too long by itself is cut."""
+    words = [re.sub(r"[^\w.,=+\[\]-]", "_", word) for word in split_words(str(text))]
+    name = words[0][:80].encode()[:200].decode(errors="ignore")
+    for word in words[1:]:
+        longer = f"{name},{word}"
+        if len(longer) <= 80 and len(longer.encode()) <= 200:
+            name = longer
+    return name
+
+
+def split_words(text: str) -> list[str]:
+    """Words between commas that stand in no bracket."""
+    words, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{(") - (letter in ")}]")
+        if letter == "," and depth <= 0:
+            words.append("")
+        else:
+            words[-1] += letter
+    return words
 
 
 register_resolvers()  # also in a launcher's workers, which import this module and no other

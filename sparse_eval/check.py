@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print one line per promise. Returns 0 if all are kept, 1 if not, 2 for a bad target."""
     parser = argparse.ArgumentParser(prog="python -m sparse_eval.check", description=__doc__)
     parser.add_argument("target", help="import path of a Policy subclass, such as mypkg.MyPolicy")
-    parser.add_argument("fields", nargs="*", metavar="field=value", help="fields to fix")
+    parser.add_argument("fields", nargs="*", metavar="field=value", help="fields to fix, optional")
     parser.add_argument("--device", default="cpu", help="auto, cpu, cuda")
     options = parser.parse_args(arguments)
     try:
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = resolve_device(options.device)
         build(options.target, fixed)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     make_policy = partial(build, options.target, fixed)
     results = check_policy(make_policy, device)
@@ -107,10 +108,32 @@ def build(target: str, fixed: Mapping[str, Any], **fields: Any) -> Policy:
     """The policy at an import path, fixed fields winning. ValueError in one line if the target
     cannot be imported, is no Policy class, or does not take the fields."""
     cls = policy_class(target)
+    check_types(target, cls, fixed)
     try:
         return cls(**fields | dict(fixed))
     except TypeError as error:
         raise ValueError(f"{target} does not take these fields: {error}") from None
+
+
+PLAIN = (int, float, bool, str, type(None))
+
+
+def check_types(target: str, cls: type, fixed: Mapping[str, Any]) -> None:
+    """ValueError where a field of a plain type (int, float, bool, str, or one of several) is given
+    a value of another; what other annotations mean is the class's to say."""
+    try:
+        hints = get_type_hints(cls)
+    except Exception:  # an annotation that cannot be resolved says nothing
+        return
+    for name, value in fixed.items():
+        hint = hints.get(name)
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if not all(kind in PLAIN for kind in kinds):
+            continue
+        fits = type(value) in kinds or (type(value) is int and float in kinds)
+        if not fits:
+            wanted = " or ".join("none" if k is type(None) else k.__name__ for k in kinds)
+            raise ValueError(f"{target}: {name} must be {wanted}, got {value!r}")
 
 
 def policy_class(target: str) -> type[Policy]:

@@ -180,10 +180,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print(fetch_named(args.name, args.model_cache or user_cache()))
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except Unavailable as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,13 +1,29 @@
 """lm-eval's own command line with policies: `python -m sparse_eval.lm_cli run …`.
 
 --model sparse_eval --model_args pretrained=ORG/NAME,policy=quest,budget=1024; everything else is
-lm-eval's. The bundled tasks are on its path.
+lm-eval's. The bundled tasks are on its path; pretrained takes names of conf/model/ too (smollm2).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+
+NAMED = re.compile(r"""(?<![\w.])(pretrained"?\s*[=:]\s*"?)([\w.-]+)(?=["',}\s]|$)""")
+"""`pretrained` in model_args, as words with commas or as JSON, and a value without a slash."""
+
+
+def with_folders(word: str) -> str:
+    """A word of the command line, the names of shipped models replaced by their folders.
+
+    Raises Unavailable for what cannot be fetched."""
+    from sparse_eval.models import checkpoint_names, model_folder
+
+    names = checkpoint_names()
+    return NAMED.sub(
+        lambda found: found[1] + (model_folder(found[2]) if found[2] in names else found[2]), word
+    )
 
 
 def main() -> int:
@@ -21,8 +37,9 @@ def main() -> int:
     if "--include_path" not in given and {"run", "--tasks"} & given:
         sys.argv += ["--include_path", str(BUNDLED)]
     try:
+        sys.argv[1:] = [with_folders(word) for word in sys.argv[1:]]
         cli_evaluate()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0

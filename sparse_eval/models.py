@@ -97,18 +97,18 @@ def model_folder(name: str, *, model_cache: Path | None = None) -> str:
     Raises ValueError for a name that is none of these, Unavailable for what cannot be fetched."""
     if "/" in name or Path(name).is_dir():
         return name
-    known = {key: cfg for key, cfg in shipped("model").items() if has_checkpoint(cfg)}
-    if name not in known:
+    if name not in checkpoint_names():
         raise ValueError(
-            f"the model must be one of {', '.join(sorted(known))}, a folder or ORG/NAME on the "
-            f"hub, got {name!r}"
+            f"the model must be one of {', '.join(checkpoint_names())}, a folder or ORG/NAME on "
+            f"the hub, got {name!r}"
         )
-    return str(checkpoint(known[name], model_cache or user_cache()))
+    return str(checkpoint(shipped("model")[name], model_cache or user_cache()))
 
 
-def has_checkpoint(cfg: Mapping[str, Any]) -> bool:
-    """Whether a shipped model yaml says by itself where its weights are."""
-    return bool(cfg.get("requirements") or cfg.get("id"))
+def checkpoint_names() -> list[str]:
+    """The model yamls that say by themselves where weights are to be had."""
+    known = shipped("model").items()
+    return sorted(name for name, cfg in known if cfg.get("requirements") or cfg.get("id"))
 
 
 def local_tokenizer(cfg: Mapping[str, Any], *, model_cache: Path) -> Any | None:

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from sparse_eval import lm_cli, models
 from sparse_eval.cli.compose import Composer
 from sparse_eval.cli.settings import resolve
 from sparse_eval.lm import suite
@@ -257,3 +258,25 @@ def test_only_scores_that_are_shares_enter_the_mean_over_tasks():
         columns=["lm_task", "value", "higher_is_better"],
     )
     assert shares_of(table) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("pretrained=smollm2,policy=quest", "pretrained=/here,policy=quest"),
+        ("policy=quest,pretrained=smollm2", "policy=quest,pretrained=/here"),
+        ('{"pretrained": "smollm2", "budget": 64}', '{"pretrained": "/here", "budget": 64}'),
+        ("pretrained=org/smollm2", "pretrained=org/smollm2"),
+        ("pretrained=gpt2,policy=quest", "pretrained=gpt2,policy=quest"),
+        ("smollm2", "smollm2"),
+    ],
+)
+def test_lm_evals_command_line_takes_names_of_shipped_models(monkeypatch, word, told):
+    monkeypatch.setattr(models, "model_folder", {"smollm2": "/here"}.__getitem__)
+    assert lm_cli.with_folders(word) == told
+
+
+def test_an_unknown_models_name_lists_what_there_is():
+    with pytest.raises(ValueError, match="smollm2.*got 'smollm3'"):
+        models.model_folder("smollm3")
+    assert models.model_folder("org/name") == "org/name"

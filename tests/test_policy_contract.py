@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sparse_eval.check import build, check_policy, main, name_of
+from sparse_eval.check import build, check_policy, check_types, main, name_of
 from sparse_eval.contract.behaviour import BEHAVIOUR_CHECKS
 from sparse_eval.contract.selections import SELECTION_CHECKS
 from tests import broken_policies
@@ -127,7 +128,26 @@ def test_command_line_returns_1_for_a_broken_policy(capsys):
 def test_command_line_returns_2_and_one_line_for_a_bad_target(words, line, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert line in error and error.count("\n") == 1
+    assert error.startswith("error: ") and line in error and error.count("\n") == 1
+
+
+def test_a_field_of_another_type_is_one_line():
+    @dataclass(frozen=True, kw_only=True)
+    class Mine:
+        alpha: float = 0.5
+        most: int | None = None
+        other: list[int] | None = None
+
+    fitting: list[dict[str, Any]] = [{"alpha": 1}, {"most": None}, {"most": 3}, {"other": "x"}]
+    for fields in fitting:
+        check_types("Mine", Mine, fields)
+    for wrong, told in (
+        ({"alpha": "x"}, "Mine: alpha must be float, got 'x'"),
+        ({"most": 0.5}, "Mine: most must be int or none, got 0.5"),
+        ({"most": True}, "got True"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            check_types("Mine", Mine, wrong)
 
 
 def test_fixed_fields_win_over_those_the_checks_vary():

@@ -387,6 +387,8 @@ def test_names_beyond_ascii_and_long_ones_are_folders(go, tmp_path):
     assert go("-m", *CHEAP[:-1], *words, "budget=64", "compare=[]") == 0
     assert set(load(folders(tmp_path, "漢字")[0])["policy"]) == {"größe", "quest"}
     assert len(short_name("𠀀" * 300).encode()) <= 200
+    long = f"budget=[64,96],cache_dir={'x' * 70},compare=[window,random],policy=quest"
+    assert short_name(long) == "budget=[64,96],compare=[window,random],policy=quest"
 
 
 def test_an_unknown_launcher_says_how_to_get_it(go, capsys):
