@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from sparse_eval.reporting.palette import look_of
 from sparse_eval.reporting.plots import DPI, GRID, INK, MARKER_SIZES, MUTED
@@ -68,7 +68,7 @@ def read_axis(axes: Axes, least: float) -> None:
     ticks = read_ticks(low, high)
     axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
     axes.set_xlim(low, high)
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
 

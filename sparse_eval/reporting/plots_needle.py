@@ -149,7 +149,7 @@ def needle_curve(answers: pd.DataFrame, path: Path | str) -> Path:
     left.yaxis.set_major_formatter(PercentFormatter(1, 0))
     left.set_ylabel("correct answers (bars: Wilson 95 %)")
     log_axis(right)
-    right.set_ylabel("NLL of the true answer (nats, log scale; bars: ± 1 SE)")
+    right.set_ylabel("true answer's NLL (nats, log scale; bars: ± 1 SE)")
     for axes in (left, right):
         read_axis(axes, drawn["model_read_fraction"].min())
         line_axes(axes)
