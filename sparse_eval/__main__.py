@@ -78,6 +78,8 @@ def check(words: Sequence[str]) -> Checked | None:
     is_sweep = flags.multirun
     swept = [o.input_line for o in parsed if o.is_sweep_override()]
     if swept and not is_sweep:
+        composer.check_words(parsed)
+        composer.check_lists(parsed)
         raise ValueError(
             f"{swept[0]} lists several values, which is a sweep: "
             f"python -m sparse_eval -m {' '.join(words)}"

@@ -143,9 +143,14 @@ class Recall(PromptedTask):
         evaluator = Evaluator(self.capture(prompt), s.backend, s.dense_layers)
         repeated = evaluator.capture.meta["repeated_4grams"]
         if repeated > 0.3:
-            self.progress.warn(
-                f"prompt {prompt.sample}: {repeated:.0%} of the continuation's 4-grams repeat, so "
+            cure = (
                 "its queries are a loop's; queries=text feeds the text's own tokens"
+                if s.queries == "greedy"
+                else "the text repeats itself there; other prompts would tell more"
+            )
+            self.progress.warn(
+                f"prompt {prompt.sample}: {repeated:.0%} of the continuation's 4-grams repeat: "
+                f"{cure}"
             )
         error = evaluator.replay_error()
         self.progress.note(
