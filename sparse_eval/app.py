@@ -184,8 +184,23 @@ def announce(settings: Settings, progress: Progress) -> None:
         f"device    {device}, {describe_dtype(settings.dtype, settings.device)}, "
         f"{settings.backend} backend",
         *KITS[settings.task["name"]].show.announce(settings),
+        *notes_on_budgets(settings),
     ]
     progress.console.print("\n".join(lines))
+
+
+def notes_on_budgets(settings: Settings) -> list[str]:
+    """Budgets that leave nothing to choose."""
+    task = settings.task
+    if task["name"] == "latency" or all(n.policy.adaptive for n in settings.policies):
+        return []
+    longest = max(task.get("contexts") or [settings.context])
+    return [
+        f"[yellow]note:[/yellow] budget={asked} covers the context of {longest} tokens: every "
+        "policy reads everything there, as policy=full does"
+        for asked in settings.budgets_asked
+        if isinstance(asked, int) and asked >= longest
+    ]
 
 
 def summarise(

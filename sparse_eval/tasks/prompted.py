@@ -107,5 +107,6 @@ class PromptedTask:
             try:
                 save_prefill(filled, path)
             except OSError as error:
-                self.progress.warn(f"prefill not kept on disk ({error}); the run goes on")
+                line = f"prefill not kept on disk ({error}); the run goes on"
+                self.progress.warn(line, once="prefills")
         return filled
