@@ -87,7 +87,7 @@ def test_a_failing_run_exits_with_1_and_keeps_its_traceback(tmp_path):
     )
     words = [*TINY, "budget=64", "compare=[]", "policy=external", "policy.target=greedy.Twice"]
     done = run(tmp_path, *words, code=1)
-    assert "error: ValueError: Twice read 128 tokens in one KV head and step" in done.stderr
+    assert "error: ValueError: Twice read 127 tokens in one KV head and step" in done.stderr
     assert "Traceback" not in done.stderr
     log = next(tmp_path.glob("outputs/*/*/run.log")).read_text()
     assert "Traceback" in log

@@ -115,7 +115,7 @@ class Composer:
     def check_lists(self, overrides: Sequence[Override]) -> None:
         """ValueError for values without brackets where the key holds a list."""
         swept = [o for o in overrides if o.is_sweep_override()]
-        others = [o.input_line for o in overrides if o not in swept]
+        others = [str(o.input_line) for o in overrides if o not in swept]
         for override in swept:
             key, _, values = str(override.input_line).partition("=")
             value: Any = self.compose(others)
