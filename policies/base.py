@@ -150,6 +150,43 @@ class Policy(ABC, Generic[StateT]):
         Shapes depend on shapes alone, never on live lengths."""
 
 
+def check_policy(policy: Any) -> Policy:
+    """The policy, if it is one; TypeError in one line if not."""
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        name = policy.__name__
+        raise TypeError(f"a policy must be an instance such as {name}(), got the class {name}")
+    raise TypeError(f"a policy must be an instance of Policy, such as Quest(), got {policy!r}")
+
+
+def check_selection(policy: Policy, selection: Any) -> Selection:
+    """What select gave; ValueError where it is no Selection of the policy's own pages."""
+    name = type(policy).__name__
+    if not isinstance(selection, Selection):
+        raise ValueError(f"{name}.select must return a Selection, got {type(selection).__name__}")
+    if selection.page_size != policy.page_size:
+        raise ValueError(
+            f"{name}.select must select pages of {policy.page_size} tokens (its page_size), got "
+            f"page_size={selection.page_size}"
+        )
+    return selection
+
+
+def bound_of(policy: Policy, budget: int | None) -> int | None:
+    """Tokens that no KV head may exceed in a step; None for policies that need keep no budget."""
+    return None if policy.adaptive or policy.dense else budget
+
+
+def check_kept(policy: str, bound: int | None, most_read: float, where: str) -> None:
+    """ValueError where some KV head read more in one step than its budget. most_read: tokens."""
+    if bound is not None and most_read > bound:
+        raise ValueError(
+            f"{policy} read {most_read:.0f} tokens in one KV head and step ({where}), its budget "
+            f"is {bound}: not measured, since it would be compared with policies that keep theirs"
+        )
+
+
 def check_at_least(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")

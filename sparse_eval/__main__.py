@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparse_eval.cli.compose import Checked, Composer
+    from sparse_eval.cli.config import Settings
 
 HELP = """\
 python -m sparse_eval [key=value …]          one run
@@ -78,6 +79,8 @@ def check(words: Sequence[str]) -> Checked | None:
     is_sweep = flags.multirun
     swept = [o.input_line for o in parsed if o.is_sweep_override()]
     if swept and not is_sweep:
+        composer.check_words(parsed)
+        composer.check_lists(parsed)
         raise ValueError(
             f"{swept[0]} lists several values, which is a sweep: "
             f"python -m sparse_eval -m {' '.join(words)}"
@@ -89,7 +92,7 @@ def check(words: Sequence[str]) -> Checked | None:
         if is_sweep
         else [without_hydra(overrides)]
     )
-    is_plan = any(word.replace(" ", "").lower() == "plan=true" for word in overrides)
+    is_plan = any(map(asks_for_plan, overrides))
     if not is_sweep:
         packed_keys(composer.compose(jobs[0]))
     elif swept:
@@ -100,13 +103,16 @@ def check(words: Sequence[str]) -> Checked | None:
             check_values(composer.compose(job))
         resolve_each(composer, jobs)
     if is_plan:
+        from sparse_eval.cli.config import Settings
         from sparse_eval.cli.plan import print_plan
 
-        plans = [(" ".join(job), attempt(composer, job)) for job in jobs]
+        plans = [(named(job), attempt(composer, job)) for job in jobs]
         if swept and any(isinstance(found, ValueError) for _, found in plans):
             # packed, one combination that cannot run would stand for all
-            plans = [(" ".join(job), attempt(composer, job)) for job in unpacked]
+            plans = [(named(job), attempt(composer, job)) for job in unpacked]
         print_plan(plans)
+        if not any(isinstance(found, Settings) for _, found in plans):
+            sys.exit(2)
         return None
     flag_words = [word for word in words if word not in flags.overrides]
     return Checked([*flag_words, *overrides], jobs, is_sweep, composer)
@@ -114,18 +120,33 @@ def check(words: Sequence[str]) -> Checked | None:
 
 def resolve_each(composer: Composer, jobs: Sequence[Sequence[str]]) -> None:
     """Validates what policies, model and device say of the jobs; torch is imported here."""
+    for job in jobs:
+        resolved(composer, job)
+
+
+def resolved(composer: Composer, job: Sequence[str]) -> Settings:
+    """The job's settings, its inputs looked at. Raises ValueError with one line."""
+    from sparse_eval.cli.preflight import check_inputs
     from sparse_eval.cli.settings import resolve
 
-    for job in jobs:
-        resolve(composer, job)
+    settings = resolve(composer, job)
+    check_inputs(settings)
+    return settings
+
+
+def asks_for_plan(word: str) -> bool:
+    return word.replace(" ", "").lower() == "plan=true"
+
+
+def named(job: Sequence[str]) -> str:
+    """A job by its words, less the one that asks for the plan."""
+    return " ".join(word for word in job if not asks_for_plan(word))
 
 
 def attempt(composer: Any, job: Sequence[str]) -> Any:
     """The job's settings, or the ValueError that says why it cannot run."""
-    from sparse_eval.cli.settings import resolve
-
     try:
-        return resolve(composer, job)
+        return resolved(composer, job)
     except ValueError as error:
         return error
 

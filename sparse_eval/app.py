@@ -202,8 +202,23 @@ def announce(settings: Settings, progress: Progress) -> None:
         f"device    {device}, {describe_dtype(settings.dtype, settings.device)}, "
         f"{settings.backend} backend",
         *KITS[settings.task["name"]].show.announce(settings),
+        *notes_on_budgets(settings),
     ]
     progress.console.print("\n".join(lines))
+
+
+def notes_on_budgets(settings: Settings) -> list[str]:
+    """Budgets that leave nothing to choose."""
+    task = settings.task
+    if task["name"] == "latency" or all(n.policy.adaptive for n in settings.policies):
+        return []
+    longest = max(task.get("contexts") or [settings.context])
+    return [
+        f"[yellow]note:[/yellow] budget={asked} covers the context of {longest} tokens: every "
+        "policy reads everything there, as policy=full does"
+        for asked in settings.budgets_asked
+        if isinstance(asked, int) and asked >= longest
+    ]
 
 
 def summarise(
@@ -258,18 +273,31 @@ def jobs_end_well(checked: Checked) -> bool:
 
 
 def check_writable(checked: Checked) -> None:
-    """One line and exit code 1 where outputs/<name> cannot be written; a folder that was given to
-    Hydra is Hydra's to check."""
-    if any(re.match(r"hydra\.(run|sweep)\.", word) for word in checked.words):
-        return
-    folder = Path("outputs") / checked.composer.compose(checked.jobs[0])["name"]
+    """One line where the run's folder cannot be written: exit code 1 for outputs/<name>, 2 for a
+    folder that was given as hydra.run.dir or hydra.sweep.dir."""
+    given = given_folder(checked)
+    folder = given or Path("outputs") / checked.composer.compose(checked.jobs[0])["name"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROBE_BYTES))
     except OSError as error:
-        print(f"error: {folder} cannot be written ({error})", file=sys.stderr)
-        sys.exit(1)
+        what = folder if given is None else f"{hydra_dir(checked)}={folder}"
+        print(f"error: {what} cannot be written ({error})", file=sys.stderr)
+        sys.exit(1 if given is None else 2)
+
+
+def hydra_dir(checked: Checked) -> str:
+    return "hydra.sweep.dir" if checked.is_sweep else "hydra.run.dir"
+
+
+def given_folder(checked: Checked) -> Path | None:
+    """The folder that hydra.run.dir or hydra.sweep.dir names, up to where it is interpolated."""
+    given = [word for word in checked.words if word.startswith(f"{hydra_dir(checked)}=")]
+    if not given:
+        return None
+    path, interpolated, _ = given[-1].partition("=")[2].strip("'\"").partition("${")
+    return Path(path) if not interpolated else Path(f"{path}x").parent
 
 
 def end_sweep(words: list[str]) -> bool:

@@ -14,6 +14,11 @@ def parse_budget(value: Any) -> Budget:
         raise ValueError(
             f"budget must be tokens (an integer >= 1) or a fraction in (0, 1), got {value!r}"
         )
+    if isinstance(value, float) and value == 1:
+        raise ValueError(
+            "budget must be tokens (an integer >= 1) or a fraction in (0, 1), got 1.0: all tokens "
+            "are policy=full, one token is 1"
+        )
     if isinstance(value, float) and value.is_integer() and value >= 1:
         value = int(value)
     accepted = value >= 1 if isinstance(value, int) else 0 < value < 1

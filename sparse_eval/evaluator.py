@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,10 @@ from sparse_eval.policies.base import (
     Policy,
     Selection,
     State,
+    bound_of,
+    check_kept,
+    check_policy,
+    check_selection,
     current_page_B,
     forced_BP,
     num_pages_of,
@@ -145,9 +149,13 @@ class Evaluator:
         attended = [self._attend_layer(policy, budget, layer) for layer in self.measured_layers]
         by_layer: dict[int, list[Row]] = {}
         for layers in alike(attended):
-            values = self._values(policy, layers).cpu()  # [layers, metrics, G]
+            values = self._values(policy, layers).cpu()  # [layers, metrics and the most read, G]
             for x, of_layer in zip(layers, values, strict=True):
-                by_layer[x.call.layer] = list(self._rows(policy, x, of_layer))
+                layer = x.call.layer
+                if layer not in self.dense_layers:
+                    bound, most = bound_of(policy, budget), float(of_layer[-1].max())
+                    check_kept(type(policy).__name__, bound, most, f"layer {layer}")
+                by_layer[layer] = list(self._rows(policy, x, of_layer[:-1]))
         rows = [row for layer in self.measured_layers for row in by_layer[layer]]
         seconds = time.perf_counter() - started
         for row in rows:
@@ -170,7 +178,7 @@ class Evaluator:
         else:
             state = self.state(policy, layer)
             recorder = ledger.ReadRecorder(state)
-            selection = policy.select(call, recorder, budget)  # type: ignore[arg-type]
+            selection = check_selection(policy, policy.select(call, recorder, budget))  # type: ignore[arg-type]
             touched = recorder.touched
         out, lse = self.attend(call, selection, page_size=policy.page_size)
         x = AttendedLayer(
@@ -209,7 +217,7 @@ class Evaluator:
             call = self.capture.step_call(layer, step)
             if step:
                 policy.extend(state, call)
-            selection = policy.select(call, recorder, budget)  # type: ignore[arg-type]
+            selection = check_selection(policy, policy.select(call, recorder, budget))  # type: ignore[arg-type]
             options = {"page_size": policy.page_size, "page_lse": True}
             attended = Attended(selection, *self.attend(call, selection, **options))
             policy.observe(state, call, attended)
@@ -217,7 +225,8 @@ class Evaluator:
         return stack_selections(selections), state, recorder.touched
 
     def _values(self, policy: Policy, layers: Sequence[AttendedLayer]) -> Tensor:
-        """METRICS of layers of equal shapes, all at once: [layers, METRICS, G] float64."""
+        """METRICS of layers of equal shapes, all at once, then the most tokens that a step read:
+        [layers, METRICS + 1, G] float64."""
         call, size = layers[0].call, policy.page_size
         heads, num_lists = call.num_kv_heads, layers[0].selection.pages_BSK.shape[1]
         truth = self._stacked_truth(tuple(x.call.layer for x in layers), size)
@@ -227,6 +236,7 @@ class Evaluator:
         mask_TSP = ledger.page_mask(stack_selections([x.selection for x in layers]), num_pages)
         lengths = call.lengths_B.repeat(len(layers))
         tokens = ledger.tokens_read(ledger.union_of_group(mask_TSP, heads), lengths, size)
+        tokens_LTG = tokens.unflatten(0, (len(layers), -1)).double()
         wanted_LTH = wanted_tokens(layers, mask_TSP, lengths, size)
         mask_TSP = mask_TSP.unflatten(0, (len(layers), -1))
         recall = metrics.mass(lse_TH, truth.lse_TH)
@@ -241,9 +251,10 @@ class Evaluator:
             metrics.output_error(out_THE, truth.out_THE, heads),
             metrics.mean_per_kv_head(truth.lse_TH - lse_TH, heads),
             overlap.unflatten(-1, (heads, -1)).mean(-1),
-            tokens.unflatten(0, (len(layers), -1)).double().mean(1),
+            tokens_LTG.mean(1),
             metrics.mean_per_kv_head(wanted_LTH, heads) / call.lengths_B.double().mean(),
             *own_keys_errors(layers, truth, heads),
+            tokens_LTG.amax(1),
         ]
         return torch.stack(values, 1)
 
@@ -419,12 +430,16 @@ def measure(
     """Measure policies at budgets on a captured cache: one row per policy, budget, layer, KV head.
 
     budgets: tokens (int) or fractions of the prompt in (0, 1); adaptive policies run once, with
-    none. dense_layers stay dense. Columns as in the README's recall table.
+    none. dense_layers stay dense. Columns as in the README's recall table. Raises TypeError or
+    ValueError in one line for anything else.
     """
     import pandas as pd
 
     from sparse_eval.device import resolve_device
 
+    policies = [check_policy(policy) for policy in listed("policies", policies, "[Quest()]")]
+    needs_none = all(policy.adaptive for policy in policies)
+    budgets = listed("budgets", budgets, "[512, 2048]", may_be_empty=needs_none)
     device = resolve_device(device)
     if not isinstance(capture, CapturedKV):
         capture = load_capture(capture)
@@ -442,6 +457,16 @@ def measure(
             rows += [common | row for row in evaluator.cell(policy, budget)]
         evaluator.forget_states(policy)
     return pd.DataFrame(rows)
+
+
+def listed(name: str, given: Any, example: str, *, may_be_empty: bool = False) -> list[Any]:
+    """What was given as a list; TypeError where it is none, ValueError where it is empty."""
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
+        raise TypeError(f"{name} must be a list such as {example}, got {given!r}")
+    values = list(given)
+    if not values and not may_be_empty:
+        raise ValueError(f"{name} must be a list such as {example}, got an empty one")
+    return values
 
 
 def common_columns(evaluator: Evaluator, policy: Policy, budget: int | None) -> Row:

@@ -21,7 +21,16 @@ from sparse_eval.attention import check_plain, routed
 from sparse_eval.core import AttentionCall
 from sparse_eval.device import resolve_backend
 from sparse_eval.kernels.sparse_decode import sparse_decode
-from sparse_eval.policies.base import Attended, Policy, Selection, State, num_pages_of
+from sparse_eval.policies.base import (
+    Attended,
+    Policy,
+    Selection,
+    State,
+    bound_of,
+    check_policy,
+    check_selection,
+    num_pages_of,
+)
 from sparse_eval.trace import CachedLayer, LayerTrace, Trace, state_bytes
 
 NUM_PROMPT_QUERIES = 64
@@ -55,8 +64,11 @@ def patched(
     on_select: called for each layer and sparse step, before attention.
     Sliding-window layers and dense_layers keep the model's own attention.
     Raises ValueError for what is not supported (nesting, beams, assisted decoding, cropped caches,
-    attention that is not a plain softmax), RuntimeError on exit if the policy never acted.
+    attention that is not a plain softmax) and for a policy that read more than its budget, found
+    when its reads are counted, RuntimeError on exit if the policy never acted.
     """
+    check_policy(policy)
+    check_budget(policy, budget)
     if getattr(model, "_sparse_eval_live", None) is not None:
         raise ValueError("patched contexts do not nest: this model is patched already")
     if protocol not in ("decode", "question"):
@@ -73,13 +85,6 @@ def patched(
         raise ValueError(
             f"dense_layers must be indices below the model's {num_layers} layers, "
             f"got {list(dense_layers)}"
-        )
-    if budget is None and not (policy.adaptive or policy.dense):
-        raise ValueError(f"{type(policy).__name__} needs a budget in tokens, got None")
-    if budget is not None and policy.adaptive:
-        raise ValueError(
-            f"{type(policy).__name__} is adaptive and takes no budget (its cap is max_tokens), "
-            f"got budget={budget}"
         )
     live = Live(
         policy=policy,
@@ -106,6 +111,23 @@ def patched(
         del model._sparse_eval_live
         hook.remove()
         live.forget()
+
+
+def check_budget(policy: Policy, budget: Any) -> None:
+    """Tokens, where the policy needs them: ValueError in one line for anything else."""
+    name = type(policy).__name__
+    if budget is None and not (policy.adaptive or policy.dense):
+        raise ValueError(f"{name} needs a budget in tokens, got None")
+    if budget is not None and policy.adaptive:
+        raise ValueError(
+            f"{name} is adaptive and takes no budget (its cap is max_tokens), got budget={budget!r}"
+        )
+    if budget is not None and (
+        isinstance(budget, bool) or not isinstance(budget, int) or budget < 1
+    ):
+        raise ValueError(f"budget must be tokens here (an integer >= 1), got {budget!r}")
+    if budget is not None and not policy.dense:
+        policy.checked(budget)
 
 
 @dataclass
@@ -303,16 +325,20 @@ class Live:
         """The policy's choice, noted; a layer's first also tells which state it costs to read."""
         layer = call.layer
         if layer in self.trace.layers:
-            selection = self.policy.select(call, state, self.budget)
+            selection = check_selection(self.policy, self.policy.select(call, state, self.budget))
         else:
             recorder = ledger.ReadRecorder(state)
-            selection = self.policy.select(call, recorder, self.budget)  # type: ignore[arg-type]
+            chosen = self.policy.select(call, recorder, self.budget)  # type: ignore[arg-type]
+            selection = check_selection(self.policy, chosen)
             self.trace.layers[layer] = LayerTrace(
                 call.num_kv_heads,
                 selection.page_size,
                 CachedLayer.of(self._cached(layer), call.k_BGND, call.v_BGNE),
                 state_bytes(call, state, recorder.touched),
                 ledger.attended_token_bytes(self.policy, call, state),
+                where=f"layer {layer}",
+                policy=type(self.policy).__name__,
+                bound=bound_of(self.policy, self.budget),
             )
         self.trace.note(self.trace.layers[layer], call, selection, self.budget)
         if self.on_select is not None:
@@ -325,15 +351,11 @@ class Live:
         return layers[layer] if layer < len(layers) else None
 
     def check_acted(self) -> None:
+        self.trace.check_kept()
         if not self.trace.calls:
             raise RuntimeError(
                 "the policy never selected: no decode step of a full-attention layer outside "
                 "dense_layers ran inside the patched context"
-            )
-        if self.trace.long_calls and not self.trace.left_out and not self.policy.dense:
-            raise RuntimeError(
-                f"the policy never left anything out in {self.trace.long_calls} calls on caches "
-                f"longer than its budget of {self.budget} tokens"
             )
 
 

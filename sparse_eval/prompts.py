@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from sparse_eval.models import LoadedModel
 
 SOURCES = ("docs", "kjv", "file", "dataset", "transcripts")
+LOCAL_TEXTS = ("docs", "file")
+"""Sources that are on this machine, whatever was fetched."""
 # a slice's last tokens may change when the text goes on: they are not used
 UNSETTLED_TOKENS = 64
 LINE_START_WITHIN = 2000
@@ -68,7 +70,7 @@ def make_prompts(
         source = f"dataset: {cfg['path']} ({cfg['split']})"
         segments = consecutive_segments(texts.documents(cfg), encode, cfg["n"], length, source)
     else:
-        text = _whole_text(cfg, model_cache or user_cache())
+        text = whole_text(cfg, model_cache or user_cache())
         source = text.source
         segments = spread_segments(text.text, encode, cfg["n"], length, source)
     return [prompt_of(bos + ids, context, i, source) for i, ids in enumerate(segments)]
@@ -93,7 +95,8 @@ def check_prompts(cfg: Mapping[str, Any]) -> None:
         check_transcripts(cfg)
 
 
-def _whole_text(cfg: Mapping[str, Any], model_cache: Path) -> texts.Text:
+def whole_text(cfg: Mapping[str, Any], model_cache: Path) -> texts.Text:
+    """The text of a source that has one: docs, kjv, file."""
     match cfg["source"]:
         case "docs":
             return texts.docs()

@@ -121,9 +121,12 @@ def page_of(rows: pd.DataFrame, runs: Sequence[Mapping[str, Any]], pictures: Seq
 
 def jobs_of(place: Path) -> list[Path]:
     """The folders below that hold rows of their own, else the place itself: a sweep's parquet file
-    is made from its jobs and never read in their stead."""
+    is made from its jobs and never read in their stead. ValueError where there are none."""
     below = sorted({path.parent for path in place.glob("*/**/rows.jsonl")})
-    return below or row_sources([place])
+    sources = below or row_sources([place])
+    if not sources:
+        raise ValueError(f"no rows in {place}: expected folders with rows.jsonl or rows.parquet")
+    return sources
 
 
 def draw(rows: pd.DataFrame, folder: Path) -> list[Path]:

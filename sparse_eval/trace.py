@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_eval import ledger
 from sparse_eval.core import AttentionCall
-from sparse_eval.policies.base import Selection, State, num_pages_of
+from sparse_eval.policies.base import Selection, State, check_kept, num_pages_of
 
 FOLD_STEPS = 64
 """Steps noted per layer before they are counted together."""
@@ -69,13 +69,17 @@ class LayerTrace:
     """What one layer read through the policy, summed over rows, KV heads and steps.
 
     own_token_bytes: of one token in one KV head, where attention sees keys that the policy made
-    itself; the page that still fills is read as it is cached."""
+    itself; the page that still fills is read as it is cached. bound: tokens that no KV head of
+    `policy` may exceed in a step, None where it has no budget; counting raises ValueError."""
 
     num_kv_heads: int
     page_size: int
     cached: CachedLayer
     state: StateBytes
     own_token_bytes: float | None = None
+    where: str = ""
+    policy: str = ""
+    bound: int | None = None
     calls: int = 0
     pending: list[NotedStep] = field(default_factory=list)
     _lists: int = 0
@@ -100,6 +104,8 @@ class LayerTrace:
         lengths = torch.stack([s.lengths_B for s in steps]).long()  # [steps, B]
         read = self._mask(steps)  # [steps · B, G, P]
         read_BG = ledger.tokens_read(read, lengths.flatten(), self.page_size)
+        if self.bound is not None:
+            check_kept(self.policy, self.bound, int(read_BG.max()), self.where)
         by_cached_head = ledger.union_of_group(read, self.cached.num_heads)
         cached_read = ledger.tokens_read(by_cached_head, lengths.flatten(), self.page_size)
         left_out = (read_BG < lengths.flatten()[:, None]).view(len(steps), -1).any(1)
@@ -199,6 +205,11 @@ class Trace:
         self.long_calls += is_long
         if layer is next(iter(self.layers.values())):
             self._step_lengths.append(call.lengths_B)
+
+    def check_kept(self) -> None:
+        """ValueError where the policy read more than its budget."""
+        for layer in self.layers.values():
+            layer.fold()
 
     @property
     def left_out(self) -> int:

@@ -49,7 +49,15 @@ BAD = {
     "model_cache=5": "model_cache must be a non-empty text, got 5",
     "policy._target_=5": "must be an import path such as mypkg.MyPolicy, got 5",
     "compare=quest": "compare must be a list",
-    "compare=[nothing]": "policy must be one of",
+    "compare=[nothing]": "compare must be names among",
+    "compare=window": "such as 'compare=[window,random]', got 'window'",
+    "compare=window,random": "compare takes a list: 'compare=[window,random]'",
+    "dense_layers=0,1": "dense_layers takes a list: 'dense_layers=[0,1]'",
+    'compare=["quest:gruop=sum"]': "compare, quest:gruop=sum: unknown key 'policy.gruop'; did you",
+    "policy.gruop=sum": "unknown key 'policy.gruop'; did you mean group? accepted: page_size, ",
+    "task.stpes=3": "unknown key 'task.stpes'; did you mean steps? accepted: name, steps, ",
+    "budget=1.0": "got 1.0: all tokens are policy=full",
+    "budget=0.2": "got 0.2 of 200 tokens = 40; use context >= 240",
     'compare=["quest:group=mean"]': "group must be one of",
     "compare=[quest:group=sum]": "needs quotes",
     "page_size=0": "page_size must be an integer >= 1, got 0",
@@ -151,6 +159,37 @@ def test_a_policy_from_a_folder_of_ones_own(tmp_path):
     assert settings.policies[0].label == "mine" and settings.policies[0].policy.sink_pages == 2
 
 
+BROKEN_YAMLS = {
+    "page_size: 16\n": "policy mine: its yaml must name _target_, .* got page_size",
+    "- a\n": "policy mine: its yaml must be a mapping",
+    "": "policy mine: its yaml must name _target_, .* got no fields",
+    "_target_: [x\n}": "broken yaml: .*mine.yaml",
+    "_target_: größe\n": "a yaml must be UTF-8",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN_YAMLS)
+def test_a_broken_yaml_of_ones_own_is_one_line(tmp_path, text):
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "mine.yaml").write_bytes(text.encode("latin1"))
+    with pytest.raises(ValueError, match=BROKEN_YAMLS[text]) as caught:
+        resolve(Composer((str(tmp_path),)), [*TINY, "policy=mine"])
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_yaml_of_ones_own_leaves_out_is_the_runs(tmp_path):
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "mine.yaml").write_text("_target_: sparse_eval.policies.quest.Quest\n")
+    words = [*TINY, "policy=mine", "page_size=8", "sink_pages=2", "local_pages=3"]
+    policies = [n.policy for n in resolve(Composer((str(tmp_path),)), words).policies]
+    assert {(p.page_size, p.sink_pages, p.local_pages) for p in policies} == {(8, 2, 3)}
+
+
+def test_every_tiny_model_runs_with_the_defaults():
+    for name in ("tiny_llama", "tiny_qwen2", "tiny_gemma3"):
+        assert resolve(Composer(), [f"model={name}"]).budgets == (64,)
+
+
 def test_an_external_policy_by_its_import_path():
     words = ["policy=external", "policy.target=sparse_eval.policies.quest.Quest"]
     named = resolve(Composer(), [*TINY, *words, "policy.config={group: sum}"]).policies[0]
@@ -159,6 +198,8 @@ def test_an_external_policy_by_its_import_path():
         resolve(Composer(), [*TINY, "policy=external"])
     with pytest.raises(ValueError, match="cannot import nowhere.Policy"):
         resolve(Composer(), [*TINY, "policy=external", "policy.target=nowhere.Policy"])
+    with pytest.raises(ValueError, match="policy.config must be a mapping .* got 5"):
+        resolve(Composer(), [*TINY, *words, "policy.config=5"])
 
 
 def test_budgets_are_resolved_once_and_in_tokens():

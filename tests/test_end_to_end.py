@@ -89,11 +89,16 @@ def test_the_second_run_measures_nothing_and_loads_no_model(finished):
 
 
 def test_a_failing_run_exits_with_1_and_keeps_its_traceback(tmp_path):
-    text = tmp_path / "short.txt"
-    text.write_text("too short")
-    words = [*TINY, "budget=64", "prompts=file", f"prompts.path={text}"]
+    (tmp_path / "greedy.py").write_text(
+        "from sparse_eval.policies.window import Window\n\n"
+        "class Twice(Window):\n"
+        "    def select(self, call, state, budget):\n"
+        "        return super().select(call, state, 2 * budget)\n"
+    )
+    words = [*TINY, "budget=64", "compare=[]", "policy=external", "policy.target=greedy.Twice"]
     done = run(tmp_path, *words, code=1)
-    assert "tokens" in done.stderr and "Traceback" not in done.stderr
+    assert "error: ValueError: Twice read 127 tokens in one KV head and step" in done.stderr
+    assert "Traceback" not in done.stderr
     log = next(tmp_path.glob("outputs/*/*/run.log")).read_text()
     assert "Traceback" in log
 

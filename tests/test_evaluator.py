@@ -20,6 +20,7 @@ from sparse_eval.policies.quest import Quest
 from sparse_eval.policies.random import Random
 from sparse_eval.policies.snapkv import SnapKV
 from sparse_eval.policies.window import Window
+from tests.broken_policies import BudgetForEveryHead, ReadsOnePageMore, ReturnsATuple
 from tests.tiny import tiny_capture, tiny_loaded
 
 SHARED: dict[str, Any] = {"page_size": 8, "sink_pages": 1, "local_pages": 2}
@@ -236,3 +237,36 @@ def test_a_capture_comes_back_from_disk_as_it_was(capture, tmp_path):
 def test_a_budget_below_the_forced_pages_names_the_minimum(capture):
     with pytest.raises(ValueError, match=">= 48"):
         measure(capture, [Quest()], [32])
+
+
+def test_a_policy_that_reads_more_than_its_budget_is_not_measured(capture):
+    line = r"read \d+ tokens in one KV head and step \(layer 2\), its budget is 48"
+    for broken in (ReadsOnePageMore(**SHARED), BudgetForEveryHead(**SHARED)):
+        with pytest.raises(ValueError, match=f"{type(broken).__name__} {line}"):
+            measure(capture, [broken], [48], device="cpu")
+
+
+def test_a_policy_that_returns_no_selection_is_named(capture):
+    line = "ReturnsATuple.select must return a Selection, got tuple"
+    with pytest.raises(ValueError, match=line):
+        measure(capture, [ReturnsATuple(**SHARED)], [48], device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("policies", "budgets", "line"),
+    [
+        ([Quest], [64], r"instance such as Quest\(\), got the class Quest"),
+        (Quest(), [64], r"policies must be a list such as \[Quest\(\)\], got Quest\("),
+        ("quest", [64], "policies must be a list such as .* got 'quest'"),
+        (["quest"], [64], "instance of Policy, such as .* got 'quest'"),
+        ([], [64], "policies must be a list such as .* got an empty one"),
+        ([Quest()], 64, r"budgets must be a list such as \[512, 2048\], got 64"),
+        ([Quest()], "64", "budgets must be a list such as .* got '64'"),
+        ([Quest()], [], "budgets must be a list such as .* got an empty one"),
+        ([Quest()], ["64"], "budget must be tokens .* got '64'"),
+    ],
+)
+def test_measure_says_in_one_line_what_it_takes(capture, policies, budgets, line):
+    with pytest.raises((TypeError, ValueError), match=line) as caught:
+        measure(capture, policies, budgets)
+    assert "\n" not in str(caught.value)

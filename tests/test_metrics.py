@@ -13,6 +13,7 @@ from torch import Tensor
 from sparse_eval import ledger, metrics
 from sparse_eval.policies.base import Selection, State
 from sparse_eval.record import repeated_ngram_share
+from sparse_eval.tasks.recall import loop_warning
 
 
 def test_mass_is_the_share_of_the_softmax():
@@ -88,3 +89,9 @@ def test_metadata_bytes_are_those_of_the_tensors_that_were_touched():
 def test_repeated_4grams():
     assert repeated_ngram_share([1, 2, 3, 4, 5, 6]) == 0
     assert repeated_ngram_share([1, 2, 3, 4] * 8) == pytest.approx(25 / 29)
+
+
+def test_a_loop_is_told_with_a_cure_that_is_not_in_use():
+    assert "queries=text feeds" in loop_warning(0, 0.5, "greedy")
+    assert "prompt 1: 50% of" in loop_warning(1, 0.5, "text")
+    assert "queries=text" not in loop_warning(1, 0.5, "text")

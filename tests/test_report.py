@@ -195,7 +195,7 @@ def test_the_command_prints_the_page_or_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: PATH must be a folder")
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / "empty")]) == 2
-    assert "no rows in" in capsys.readouterr().err
+    assert f"no rows in {tmp_path / 'empty'}:" in capsys.readouterr().err
 
 
 def test_several_paths_are_pooled_beside_them(tmp_path, capsys):

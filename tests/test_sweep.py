@@ -62,6 +62,12 @@ def go(tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Inputs that become bad after they were looked at, or on another machine."""
+    monkeypatch.setattr("sparse_eval.cli.preflight.check_inputs", lambda settings: None)
+
+
 def folders(root: Path, name: str = "recall") -> list[Path]:
     """Run and sweep folders, the oldest first."""
     return sorted((root / "outputs" / name).iterdir(), key=lambda path: path.stat().st_mtime)
@@ -164,7 +170,9 @@ def test_a_sweep_leaves_one_table_one_page_and_its_failures(go, tmp_path):
     assert set(load(folder / "rows.parquet")["budget_tokens"]) == {64, 96}
 
 
-def test_a_text_that_is_too_short_is_told_once_whatever_the_policies(go, tmp_path, capsys):
+def test_a_text_that_is_too_short_is_told_once_whatever_the_policies(
+    go, tmp_path, capsys, unchecked
+):
     text = tmp_path / "text.txt"
     text.write_text("many words " * 40)
     words = ["context=4000", "prompts=file", f"prompts.path={text}", "prompts.n=1"]
@@ -186,7 +194,7 @@ def breaks(tmp_path, monkeypatch):
     sys.modules.pop("breaking", None)
 
 
-def test_a_failing_job_lets_the_others_finish(go, tmp_path, capsys):
+def test_a_failing_job_lets_the_others_finish(go, tmp_path, capsys, unchecked):
     text = tmp_path / "text.txt"
     text.write_text("many words " * 40)
     words = ["-m", "model=tiny_llama", *CHEAP[2:], "budget=64", "prompts=file"]
@@ -271,10 +279,16 @@ def test_a_damaged_cell_is_measured_again(go, tmp_path):
 
 def test_a_cache_that_cannot_be_written_costs_nothing_measured(go, tmp_path, capsys):
     (tmp_path / "file").write_text("not a folder")
-    assert go(*CHEAP, "budget=[64,96]", "cache_dir=file/cache") == 0
+    assert go(*CHEAP, "budget=[64,96]", "cache_dir=file/cache", "prompts.n=2") == 0
     told = capsys.readouterr().out
     assert told.count("cells are not kept") == 1 and told.count("capture not kept") == 1
-    assert len(load(folders(tmp_path)[0])) == 2 * 3 * 2
+    assert len(load(folders(tmp_path)[0])) == 2 * 2 * 3 * 2
+
+
+def test_a_budget_that_covers_the_context_is_noted(go, capsys):
+    assert go(*CHEAP, "budget=[64,4000]") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("note: budget=4000 covers the context of") == 1 and "budget=64 c" not in told
 
 
 def test_a_full_disk_is_one_line_and_keeps_what_was_measured(go, tmp_path, capsys, monkeypatch):

@@ -13,6 +13,7 @@ from sparse_eval.policies.oracle import Oracle
 from sparse_eval.policies.quest import Quest
 from sparse_eval.policies.window import Window
 from sparse_eval.prefill import decode_step, prefill
+from tests.broken_policies import ReadsOnePageMore, ReturnsATuple
 from tests.test_live import NEW, build, padded
 from tests.tiny import random_ids
 
@@ -117,3 +118,28 @@ def test_selections_are_seen_as_they_are_made(llama):
     assert len(seen) == trace.calls
     assert {layer for layer, _ in seen} == set(trace.layers)
     assert all(int(s.counts_BS.max()) <= 4 for _, s in seen)
+
+
+def test_a_policy_that_reads_more_than_its_budget_ends_in_an_error(llama):
+    line = r"ReadsOnePageMore read \d+ tokens in one KV head and step \(layer 1\), its budget is 64"
+    with pytest.raises(ValueError, match=line):
+        decode(llama, ReadsOnePageMore(), 150, 2, budget=64)
+
+
+def test_a_policy_that_returns_no_selection_is_named(llama):
+    with pytest.raises(ValueError, match="ReturnsATuple.select must return a Selection, got tuple"):
+        decode(llama, ReturnsATuple(), 150, 1, budget=64)
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "line"),
+    [
+        (Quest(), "x", "budget must be tokens here .* got 'x'"),
+        (Quest(), 0.5, "budget must be tokens here .* got 0.5"),
+        (Quest(), 32, "budget must be >= 48 tokens"),
+        (Quest, 64, "got the class Quest"),
+    ],
+)
+def test_patched_says_what_it_takes(llama, policy, budget, line):
+    with pytest.raises((TypeError, ValueError), match=line), patched(llama, policy, budget=budget):
+        pass

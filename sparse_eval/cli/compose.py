@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import create_config_search_path
@@ -73,10 +74,25 @@ class Composer:
             self.choices[tuple(overrides)] = dict(config.hydra.runtime.choices)
             config.pop("hydra", None)
             plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        except yaml.YAMLError as error:
+            raise ValueError(f"broken yaml: {' '.join(str(error).split())}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"a yaml must be UTF-8: {error}") from None
         except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(one_line(error, overrides)) from None
+            line = one_line(error, overrides)
+            field = re.match(r"unknown key '([\w.]+)': its group", line)
+            raise ValueError(self._unknown_field(field[1], overrides) if field else line) from None
         assert isinstance(plain, dict)
         return {str(key): value for key, value in plain.items()}
+
+    def _unknown_field(self, key: str, overrides: Sequence[str]) -> str:
+        """The line for a field that its group does not have, with those that it has."""
+        others = [word for word in overrides if word.partition("=")[0].strip() != key]
+        group: Any = {} if len(others) == len(overrides) else self.compose(others)
+        for name in key.split(".")[:-1]:
+            group = group.get(name) if isinstance(group, dict) else None
+        accepted = [name for name in group or {} if name != "_target_"]
+        return unknown_key(key, accepted) if accepted else f"unknown key {key!r}"
 
     def check_words(self, overrides: Sequence[Override]) -> None:
         """Names of keys and of groups' options, before anything is composed."""
@@ -96,6 +112,18 @@ class Composer:
                 for value in group_values(override):
                     self.check_option(key, value)
 
+    def check_lists(self, overrides: Sequence[Override]) -> None:
+        """ValueError for values without brackets where the key holds a list."""
+        swept = [o for o in overrides if o.is_sweep_override()]
+        others = [str(o.input_line) for o in overrides if o not in swept]
+        for override in swept:
+            key, _, values = str(override.input_line).partition("=")
+            value: Any = self.compose(others)
+            for name in key.split("."):
+                value = value.get(name) if isinstance(value, dict) else None
+            if isinstance(value, list):
+                raise ValueError(f"{key} takes a list: '{key}=[{values.strip()}]'")
+
     def check_launcher(self, overrides: Sequence[Override]) -> None:
         """hydra/launcher: one that is installed."""
         for override in overrides:
@@ -109,7 +137,9 @@ class Composer:
                     "or [submitit]"
                 )
 
-    def check_option(self, group: str, value: Any) -> None:
+    def check_option(self, group: str, value: Any, *, key: str | None = None) -> None:
+        """ValueError for a value that a group does not have. key: where it was given, if not as
+        the group's own."""
         if value in self.options(group):
             return
         options = self.options(group)
@@ -117,7 +147,8 @@ class Composer:
         hint = f"; did you mean {near[0]}?" if near else ""
         if group == "model":
             hint += "; any other Hugging Face model: model=hub model.id=ORG/NAME"
-        raise ValueError(f"{group} must be one of {', '.join(options)}, got {value!r}{hint}")
+        what = f"{group} must be one of" if key is None else f"{key} must be names among"
+        raise ValueError(f"{what} {', '.join(options)}, got {value!r}{hint}")
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,17 @@ def check_values(cfg: Mapping[str, Any]) -> None:
 def compared(value: Any) -> list[str]:
     """compare: a list of policy names, each with its fields behind colons."""
     if not isinstance(value, list) or any(not isinstance(word, str) for word in value):
-        raise ValueError(f"compare must be a list of policy names, got {value!r}")
+        raise ValueError(
+            "compare must be a list of policy names, such as 'compare=[window,random]', got "
+            f"{value!r}"
+        )
+    return value
+
+
+def mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """A mapping of field names to values."""
+    if not isinstance(value, Mapping) or any(not isinstance(key, str) for key in value):
+        raise ValueError(f"{name} must be a mapping {{name: value}}, got {value!r}")
     return value
 
 
@@ -211,20 +221,30 @@ def token_budgets(
     wanted: Sequence[Budget], context: int, policies: Sequence[NamedPolicy]
 ) -> tuple[int, ...]:
     """Budgets in tokens, each large enough for every policy's forced pages."""
-    tokens = tuple(dict.fromkeys(resolve_budget(b, context) for b in wanted))
+    tokens = {resolve_budget(b, context): b for b in reversed(wanted)}
     for named in policies:
-        for budget in tokens:
+        for budget, asked in reversed(tokens.items()):
             if not named.policy.adaptive and budget < named.policy.min_budget:
                 p = named.policy
                 raise ValueError(
                     f"budget must be >= {p.min_budget} tokens for {named.label} ({p.sink_pages} "
-                    f"sink + {p.local_pages} local pages of {p.page_size}), got {budget}"
+                    f"sink + {p.local_pages} local pages of {p.page_size}), got "
+                    f"{budget if isinstance(asked, int) else of_context(asked, context, p)}"
                 )
-    return tokens
+    return tuple(dict.fromkeys(resolve_budget(b, context) for b in wanted))
+
+
+def of_context(share: float, context: int, policy: Policy) -> str:
+    """What a share of the context comes to, and the context at which it is enough."""
+    enough = math.ceil(policy.min_budget / share)
+    return (
+        f"{share:g} of {context} tokens = {resolve_budget(share, context)}; use context >= {enough}"
+    )
 
 
 def unknown_key(given: str, accepted: Sequence[str]) -> str:
-    """The line for a key that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(given, accepted, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    """The line for a key that does not exist, with the nearest one that does. accepted: the last
+    names of a dotted key."""
+    near = difflib.get_close_matches(given.rpartition(".")[2], accepted, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ";"
     return f"unknown key {given!r}{hint} accepted: {', '.join(accepted)}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from sparse_eval.one_line import first_line
 from sparse_eval.storage.files import to_json, write_atomic
 
 log = logging.getLogger("sparse_eval")
@@ -100,9 +101,8 @@ def forget_end(folder: Path) -> None:
 
 def told(error: BaseException) -> str:
     """The error's type and first line."""
-    lines = str(error).strip().splitlines()
     name = "" if isinstance(error, PartsFailed) else f"{type(error).__name__}: "
-    return name + (lines[0] if lines else "")
+    return name + (first_line(error) if str(error).strip() else "")
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:

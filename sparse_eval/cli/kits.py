@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class Task(Protocol):
     """Measures; run yields the rows of one finished cell at a time. facts: further keys of
-    summary.json."""
+    summary.json. A task with prompts has check_inputs too (cli/preflight.py)."""
 
     def run(self, store: CellStore) -> Iterator[list[Row]]: ...
     def facts(self) -> dict[str, Any]: ...
@@ -49,7 +49,7 @@ class Kit:
     has_samples: bool = True
 
     @property
-    def task(self) -> Callable[[Settings, Progress], Task]:
+    def task(self) -> Callable[[Settings, Progress], Any]:
         return pkgutil.resolve_name(self.task_path)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -174,9 +175,12 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
             _bytes(cost.memory_bytes),
             _bytes(cost.disk_bytes),
         )
-    console.print(table)
+    if feasible:
+        console.print(table)
     for name, error in jobs:
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) and len(jobs) == 1:
+            print(f"error: {error}", file=sys.stderr)
+        elif isinstance(error, ValueError):
             line = escape(f"{name or '(defaults)'}: {error}")
             console.print(f"[yellow]infeasible[/yellow] {line}", soft_wrap=True)
     for (device, dtype), rate in rates.items():

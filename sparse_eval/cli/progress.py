@@ -40,6 +40,7 @@ class Progress:
     verbose: int = 0
     level: Level | None = None
     _live: RichProgress | None = None
+    _warned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if self.level is not None:
@@ -110,6 +111,10 @@ class Progress:
         if self.verbose:
             self.console.print(f"[dim]{text}[/dim]")
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str, *, once: str = "") -> None:
+        """once: what it is about, of which the terminal gets the first warning alone."""
         log.warning("%s", text)
+        if once and once in self._warned:
+            return
+        self._warned.add(once)
         self.console.print(f"[yellow]warning:[/yellow] {text}")

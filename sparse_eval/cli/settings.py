@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +112,27 @@ def policies_of(
     others = [word for word in overrides if not re.match(r"\+*policy[.=]", word)]
     has_fields = main_name != "external" and any(re.match(r"\+*policy\.", w) for w in overrides)
     plain = composer.compose([*others, f"policy={quoted(main_name)}"]) if has_fields else cfg
-    main = build_policy(main_name, cfg["policy"])
+    main = build_policy(main_name, cfg["policy"], cfg)
     named = [NamedPolicy(label(main_name, cfg["policy"], plain["policy"]), main)]
     for word in config.compared(cfg["compare"]):
         name, *fields = word.split(":")
-        composer.check_option("policy", name)
-        chosen = composer.compose(
-            [*others, f"policy={quoted(name)}", *(f"policy.{f}" for f in fields)]
-        )
-        policy = build_policy(name, chosen["policy"])
+        composer.check_option("policy", name, key="compare")
+        with naming(f"compare, {word}" if fields else ""):
+            chosen = composer.compose(
+                [*others, f"policy={quoted(name)}", *(f"policy.{f}" for f in fields)]
+            )
+            policy = build_policy(name, chosen["policy"], chosen)
         named.append(NamedPolicy(word, policy))
     return tuple({n.label: n for n in named}.values())
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """ValueErrors say where what they name was given."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from None
 
 
 def choice(overrides: Sequence[str], group: str) -> str | None:
@@ -147,14 +158,22 @@ def label(name: str, given: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     return ":".join([name, *fields])
 
 
-def build_policy(name: str, cfg: Mapping[str, Any]) -> Policy:
-    """A policy from its group's config; ValueError with one line."""
-    fields = dict(cfg)
+def build_policy(name: str, cfg: Any, run: Mapping[str, Any]) -> Policy:
+    """A policy from its group's config; ValueError with one line. run: where page_size, sink_pages
+    and local_pages come from if its yaml leaves them out, so that rivals share them."""
+    shared = {key: run[key] for key in config.SHARED_FIELDS}
+    fields = shared | dict(config.mapping(cfg, f"policy {name}: its yaml"))
     if name == "external":
         target = fields.pop("target")
-        fields |= fields.pop("config") or {}
-    else:
+        given = fields.pop("config")
+        fields |= {} if given is None else config.mapping(given, "policy.config")
+    elif "_target_" in fields:
         target = fields.pop("_target_")
+    else:
+        raise ValueError(
+            f"policy {name}: its yaml must name _target_, the import path of a Policy subclass, "
+            f"got {', '.join(cfg) or 'no fields'}"
+        )
     kind = policy_class(target)
     accepted = sorted(field.name for field in dataclasses.fields(kind))
     unknown = [key for key in fields if key not in accepted]

@@ -63,6 +63,11 @@ def info_from(cfg: Mapping[str, Any], found: Mapping[str, Any]) -> ModelInfo:
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not is_count and (value is not None or key == "default_context"):
             raise ValueError(f"model.{key} must be an integer >= 1, got {value!r}")
+    heads, kv_heads = values["num_heads"], values["num_kv_heads"]
+    if heads and kv_heads and heads % kv_heads:
+        raise ValueError(
+            f"model.num_heads must be a multiple of model.num_kv_heads ({kv_heads}), got {heads}"
+        )
     return ModelInfo(**values)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from sparse_eval.fetch import WheelFile, fetch_file
 from sparse_eval.inputs.hub import is_offline, is_reachable
 from sparse_eval.inputs.store import Unavailable, sha256_of
+from sparse_eval.one_line import first_line
 
 _VERSE_NUMBER = re.compile(r"\d+:\d+ ")
 
@@ -136,5 +137,5 @@ def _rows(cfg: Mapping[str, Any]) -> Any:
 
 
 def _dataset_error(cfg: Mapping[str, Any], error: Exception) -> ValueError:
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return ValueError(f"the data set {cfg['path']} ({cfg['split']}) cannot be read: {reason}")
+    where = f"the data set {cfg['path']} ({cfg['split']})"
+    return ValueError(f"{where} cannot be read: {first_line(error)}")

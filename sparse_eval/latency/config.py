@@ -121,7 +121,9 @@ def check_latency(task: Mapping[str, Any], info: Any, policy: Any, device: str) 
         check_replay(config.lists, config.shapes.num_kv_heads, config.contexts)
 
 
-def shapes_of(given: Mapping[str, Any], info: Any) -> Shapes:
+def shapes_of(given: Any, info: Any) -> Shapes:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"task.shapes must be a mapping {{name: value}}, got {given!r}")
     values = {}
     for name in ("num_heads", "num_kv_heads", "head_dim"):
         value = getattr(info, name) if given[name] is None else given[name]

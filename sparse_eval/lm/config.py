@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_eval.needle.config import GateConfig, is_number, listed, whole_number
+from sparse_eval.needle.config import GateConfig, is_number, listed, mapped, whole_number
 
 CHATS = ("none", "template")
 LEAST_RULER = 1024
@@ -111,7 +111,8 @@ def check_ruler(lengths: Any) -> None:
         whole_number("task.metadata.max_seq_lengths", length, LEAST_RULER)
 
 
-def floor_config(gate: Mapping[str, Any]) -> FloorConfig:
+def floor_config(gate: Any) -> FloorConfig:
+    mapped("task.gate", gate)
     margin, confidence = gate["margin"], gate["confidence"]
     if not is_number(margin) or not 0 < margin < 1:
         raise ValueError(f"task.gate.margin must lie in (0, 1), got {margin!r}")

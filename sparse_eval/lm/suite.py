@@ -180,6 +180,8 @@ def failed(name: str, error: Exception) -> Exception:
     """The error as one line. Missing packages are no fault of the configuration."""
     line = " ".join(str(error).split()) or type(error).__name__
     if type(error) is ValueError:  # said by the task itself
+        line = line.removeprefix(f"{name}: ")
+        line = re.sub("^max_length must", "context (as metadata max_length) must", line)
         return ValueError(f"lm-eval task {name}: {line[:400]}")
     text = f"lm-eval task {name} cannot be loaded: {type(error).__name__}: {line[:400]}"
     return Unavailable(text) if isinstance(error, ImportError | OSError) else ValueError(text)

@@ -84,7 +84,8 @@ def needle_config(task: Mapping[str, Any], *, context: int, n: int, protocol: st
     )
 
 
-def gate_config(gate: Mapping[str, Any], n: int) -> GateConfig:
+def gate_config(gate: Any, n: int) -> GateConfig:
+    mapped("task.gate", gate)
     for key in ("dense_min", "confidence"):
         if not is_number(gate[key]) or not 0 < gate[key] < 1:
             raise ValueError(f"task.gate.{key} must lie in (0, 1), got {gate[key]!r}")
@@ -92,6 +93,13 @@ def gate_config(gate: Mapping[str, Any], n: int) -> GateConfig:
     if gate["confidence"] <= 0.5:
         raise ValueError(f"task.gate.confidence must be > 0.5, got {gate['confidence']!r}")
     return GateConfig(float(gate["dense_min"]), own, float(gate["confidence"]))
+
+
+def mapped(name: str, value: Any) -> Mapping[str, Any]:
+    """A group of keys."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a mapping {{name: value}}, got {value!r}")
+    return value
 
 
 def listed(name: str, value: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_eval.core import Row
 from sparse_eval.lm.config import LmConfig, lm_config
-from sparse_eval.models import model_info
+from sparse_eval.models import check_shapes, model_info
 from sparse_eval.storage.cells import CellStore
 from sparse_eval.tasks.live_task import Arm, LiveTask, Work, arms_of
 from sparse_eval.tasks.shared import shared
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from sparse_eval.lm.texts import TextSide
 
 Tick = Callable[[int], None]
+
+BUNDLED = "se_"
+"""What the names of the tasks that are made by seed begin with."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,16 @@ class LmEval(LiveTask):
 
     @cached_property
     def suite(self) -> Suite:
+        return self._load(self.config.tasks, {})
+
+    def _load(self, tasks: Sequence[str], metadata: Mapping[str, Any]) -> Suite:
         from sparse_eval.lm.suite import load_suite
 
         with tempfile.TemporaryDirectory(prefix="sparse_eval_") as folder:
             self.tokenizer.save_pretrained(folder)  # tasks of a given length name a tokenizer
-            metadata = {"tokenizer": folder} | self.config.all_metadata
             c = self.config
-            return load_suite(c.tasks, c.include_path, metadata, c.seed, c.num_fewshot)
+            given = {"tokenizer": folder} | c.all_metadata | dict(metadata)
+            return load_suite(tasks, c.include_path, given, c.seed, c.num_fewshot)
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -113,6 +119,17 @@ class LmEval(LiveTask):
         from sparse_eval.lm.requests import samples_of
 
         return samples_of(name, task, doc_ids, self.config, self.side, self.max_length)
+
+    def check_inputs(self) -> None:
+        """A chat format that is not there, and a context that the bundled tasks do not fit in."""
+        check_shapes(self.settings.model)
+        if self.here is None:
+            return
+        with shared():
+            self.chat  # noqa: B018
+            bundled = [name for name in self.config.tasks if name.startswith(BUNDLED)]
+            if bundled:
+                self._load(bundled, {"num_samples": 1})
 
     def work(self, store: CellStore) -> Work:
         arms = arms_of(self.settings)

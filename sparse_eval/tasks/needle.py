@@ -9,6 +9,7 @@ from functools import cached_property
 
 from sparse_eval.cli.config import Settings, token_budgets
 from sparse_eval.core import Row
+from sparse_eval.models import check_shapes
 from sparse_eval.needle.cell import Measurement
 from sparse_eval.needle.config import SPARE_TOKENS, NeedleConfig, needle_config
 from sparse_eval.needle.gate import Gate, can_pass, judge
@@ -17,6 +18,7 @@ from sparse_eval.needle.kinds import KINDS
 from sparse_eval.needle.plant import plant
 from sparse_eval.needle.sentences import Spot
 from sparse_eval.needle.template import Template, make_template
+from sparse_eval.prompts import LOCAL_TEXTS
 from sparse_eval.storage.cells import CellStore
 from sparse_eval.tasks.live_task import Arm, LiveTask, Work, arms_of
 from sparse_eval.tasks.shared import shared
@@ -82,6 +84,19 @@ class Needle(LiveTask):
                     for rows in self._sample(spot, arms, store):
                         yield [row | {"gated": gate.gated} for row in rows]
                     tick(1)
+
+    def check_inputs(self) -> None:
+        """Also a chat format that is not there, and contexts that its sentences do not fit in."""
+        check_shapes(self.settings.model)
+        is_here = self.settings.prompts["source"] in LOCAL_TEXTS
+        if is_here:
+            self.haystack  # noqa: B018
+        if self.here is None:
+            return
+        self.template  # noqa: B018
+        spots = [group[0] for group in self.spots()] if is_here else []
+        for spot in {spot.context: spot for spot in spots}.values():
+            self._measurement(spot)
 
     def work(self, store: CellStore) -> Work:
         config = self.config

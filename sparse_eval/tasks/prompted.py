@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparse_eval.cli.config import Settings
 from sparse_eval.cli.progress import Progress
-from sparse_eval.models import LoadedModel, local_tokenizer, model_info
-from sparse_eval.prompts import Prompt, make_prompts
+from sparse_eval.models import LoadedModel, check_shapes, local_tokenizer, model_info
+from sparse_eval.prompts import LOCAL_TEXTS, Prompt, make_prompts, whole_text
 from sparse_eval.storage.keep import shared_model
 from sparse_eval.tasks.shared import shared
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 NUMERIC_PACKAGES = ("torch", "triton", "transformers", "numpy", "tokenizers")
 """Their versions are part of what a capture's or a prefill's content depends on."""
+
+MOST_CHARS_PER_TOKEN = 8
+"""A text of more than that many for each token wanted is long enough for any usual tokenizer."""
 
 
 @dataclass
@@ -51,6 +54,17 @@ class PromptedTask:
         what = f"cutting prompts of {s.context} tokens from {s.prompts['source']}"
         with shared(), self.progress.stage(what):
             return self.cut(self.tokenizer)
+
+    def check_inputs(self) -> None:
+        """ValueError or SharedFailed for what cannot do, found without weights or network: shapes
+        that no model has, a text that is no text or may be too short and is."""
+        s = self.settings
+        check_shapes(s.model)
+        if s.prompts["source"] in LOCAL_TEXTS:
+            num_chars = len(whole_text(s.prompts, s.model_cache).text)
+            wanted = s.prompts["n"] * (s.context + s.task["steps"])
+            if num_chars < MOST_CHARS_PER_TOKEN * wanted:
+                self.local_prompts()
 
     def local_prompts(self) -> list[Prompt] | None:
         """The prompts, if they can be cut without fetching or running a model."""
@@ -93,5 +107,6 @@ class PromptedTask:
             try:
                 save_prefill(filled, path)
             except OSError as error:
-                self.progress.warn(f"prefill not kept on disk ({error}); the run goes on")
+                line = f"prefill not kept on disk ({error}); the run goes on"
+                self.progress.warn(line, once="prefills")
         return filled

@@ -77,7 +77,8 @@ class Recall(PromptedTask):
             captured.save(path)
             make_room(self.settings.cache_dir, self.settings.cache_gb, keep=path)
         except (OSError, SafetensorError) as error:
-            self.progress.warn(f"capture not kept on disk ({error}); the run goes on")
+            line = f"capture not kept on disk ({error}); the run goes on"
+            self.progress.warn(line, once="captures")
         return captured
 
     def _record(self, prompt: Prompt, key: str) -> CapturedKV:
@@ -144,10 +145,7 @@ class Recall(PromptedTask):
         evaluator = Evaluator(self.capture(prompt), s.backend, s.dense_layers)
         repeated = evaluator.capture.meta["repeated_4grams"]
         if repeated > 0.3:
-            self.progress.warn(
-                f"prompt {prompt.sample}: {repeated:.0%} of the continuation's 4-grams repeat, so "
-                "its queries are a loop's; queries=text feeds the text's own tokens"
-            )
+            self.progress.warn(loop_warning(prompt.sample, repeated, s.queries))
         return evaluator
 
     def facts(self) -> dict[str, Any]:
@@ -171,3 +169,14 @@ class Recall(PromptedTask):
             "replay_error": evaluator.replay_error(),
         }
         return [common | row for row in evaluator.cell(named.policy, budget)]
+
+
+def loop_warning(sample: int, repeated: float, queries: str) -> str:
+    """repeated: the share of the continuation's 4-grams that occurred before. queries: whose
+    tokens were fed."""
+    cure = (
+        "its queries are a loop's; queries=text feeds the text's own tokens"
+        if queries == "greedy"
+        else "the text repeats itself there; prompts from another text would tell more"
+    )
+    return f"prompt {sample}: {repeated:.0%} of the continuation's 4-grams repeat: {cure}"
