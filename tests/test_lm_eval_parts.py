@@ -17,7 +17,7 @@ from sparse_eval.lm.config import lm_config
 from sparse_eval.lm.texts import TextSide, context_end, cut, until_stop
 from sparse_eval.prefill import prefill
 from sparse_eval.reporting.scores import difference, verdict
-from sparse_eval.reporting.summarise_lm_eval import shares_of
+from sparse_eval.reporting.summarise_lm_eval import shares_of, worst_of
 from tests.tiny import random_ids, tiny_loaded
 
 NAN = float("nan")
@@ -280,3 +280,12 @@ def test_an_unknown_models_name_lists_what_there_is():
     with pytest.raises(ValueError, match="smollm2.*got 'smollm3'"):
         models.model_folder("smollm3")
     assert models.model_folder("org/name") == "org/name"
+
+
+@pytest.mark.parametrize("flags", [[True, True, False], [1.0, 1.0, 0.0]])
+def test_the_worst_task_is_the_one_that_loses_most(flags):
+    own = pd.DataFrame(
+        {"lm_task": ["a", "b", "loss"], "difference": [-0.1, -0.3, 0.2], "higher_is_better": flags}
+    )
+    assert worst_of(own)["lm_task"] == "b"
+    assert worst_of(own.assign(difference=[-0.1, -0.3, 0.4]))["lm_task"] == "loss"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from sparse_eval.reporting.summarise import distinct_labels
@@ -114,8 +115,7 @@ def over_tasks(own: pd.DataFrame, samples: pd.DataFrame) -> dict[str, Any]:
     }
     if own["is_dense"].all():
         return line
-    signs = own["higher_is_better"].map({True: 1.0, False: -1.0}).to_numpy(dtype=float)
-    worst = own.iloc[int((own["difference"].to_numpy(dtype=float) * signs).argmin())]
+    worst = worst_of(own)
     error = math.sqrt(sum(error_of(samples, task) ** 2 for task in own["lm_task"])) / count
     mean = float(own["difference"].mean())
     return line | {
@@ -128,6 +128,12 @@ def over_tasks(own: pd.DataFrame, samples: pd.DataFrame) -> dict[str, Any]:
         "worst_high": float(worst["difference_high"]),
         "below": int((own["verdict"] == "below dense").sum()),
     }
+
+
+def worst_of(own: pd.DataFrame) -> pd.Series:
+    """The task that loses most against dense. Flags read back from a file are 1.0 and 0.0."""
+    signs = np.where(own["higher_is_better"].astype(bool), 1.0, -1.0)
+    return own.iloc[int(np.nanargmin(own["difference"].to_numpy(dtype=float) * signs))]
 
 
 def error_of(samples: pd.DataFrame, task: str) -> float:
