@@ -18,6 +18,7 @@ from sparse_eval.reporting.plots import (
     new_panels,
     save,
 )
+from sparse_eval.reporting.plots_live import log_axis
 from sparse_eval.reporting.summarise import dense_policies
 
 X_LABELS = {
@@ -52,7 +53,7 @@ def lse_curve(rows: pd.DataFrame, path: Path | str) -> Path:
         draw_curves(axes, table, "tokens_share", y)
         axes.set_xlim(0, min(1.03, 1.05 * table["tokens_share"].max()))
     panels[0].set_ylim(lowest(table), 1.0 + 0.03 * (1 - lowest(table)))
-    panels[1].set_yscale("log")
+    log_axis(panels[1])
     draw_legend(panels[-1], table)
     return save(figure, path)
 
