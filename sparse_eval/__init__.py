@@ -9,14 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparse_eval.evaluator import measure
     from sparse_eval.live import patched
+    from sparse_eval.measuring import measure
     from sparse_eval.results import load
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load", "measure", "patched"]
 
-_HOMES = {"measure": "evaluator", "patched": "live", "load": "results"}
+_HOMES = {"measure": "measuring", "patched": "live", "load": "results"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,21 +1,28 @@
-"""A captured cache + policies + budgets -> rows. No model, no Hydra: the library call."""
+"""Replays a captured cache under policies and budgets: one row per layer and KV head."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparse_eval import ledger, metrics
-from sparse_eval.budgets import Budget, resolve_budget
-from sparse_eval.capture import CapturedKV, load_capture
+from sparse_eval.attended import (
+    AttendedLayer,
+    OwnKeys,
+    alike,
+    own_keys_errors,
+    row_of,
+    stack_selections,
+    wanted_tokens,
+)
+from sparse_eval.capture import CapturedKV
 from sparse_eval.core import AttentionCall, Row
-from sparse_eval.device import peak_memory_bytes, resolve_backend
+from sparse_eval.device import peak_memory_bytes
 from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.policies.base import (
     Attended,
@@ -24,7 +31,6 @@ from sparse_eval.policies.base import (
     State,
     bound_of,
     check_kept,
-    check_policy,
     check_selection,
     current_page_B,
     forced_BP,
@@ -32,9 +38,6 @@ from sparse_eval.policies.base import (
     selection_from_mask,
     visible_BP,
 )
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 METRICS = (
     "mass_recall",
@@ -324,89 +327,6 @@ class Evaluator:
         return (tokens_read - partial) * x.own_keys.token_bytes + partial * per_token
 
 
-@dataclass(frozen=True)
-class OwnKeys:
-    """What attention over the same selection gives with the keys that the policy attends with.
-    token_bytes: of one such token, K and V, in one KV head."""
-
-    out_THE: Tensor
-    lse_TH: Tensor
-    token_bytes: float
-
-
-@dataclass(frozen=True)
-class AttendedLayer:
-    """A layer's decode queries, what they read and what came out. state_bytes: per step and KV
-    head, of the state tensors that choosing touched."""
-
-    call: AttentionCall
-    selection: Selection
-    out_THE: Tensor
-    lse_TH: Tensor
-    state_bytes: float
-    own_keys: OwnKeys | None = None
-
-    def shapes(self) -> tuple[Any, ...]:
-        own = (self.own_keys is None, self.selection.wanted_BH is None)
-        lists = self.selection.pages_BSK.shape[1]
-        return (self.out_THE.shape, self.call.num_kv_heads, lists, own)
-
-
-def wanted_tokens(
-    layers: Sequence[AttendedLayer], mask_TSP: Tensor, lengths_T: Tensor, page_size: int
-) -> Tensor:
-    """Live tokens that each query head chose for itself, [layers, T, H]; NaN where heads of a group
-    do not choose apart. mask_TSP, lengths_T: of all layers, one after the other."""
-    call, wanted = layers[0].call, [x.selection.wanted_BH for x in layers]
-    if wanted[0] is not None:
-        return torch.stack([x for x in wanted if x is not None])
-    tokens_TS = ledger.tokens_read(mask_TSP, lengths_T, page_size).double()
-    if mask_TSP.shape[1] < call.num_heads:
-        tokens_TS = torch.full_like(tokens_TS, torch.nan).repeat_interleave(call.group_size, 1)
-    return tokens_TS.unflatten(0, (len(layers), -1))
-
-
-def own_keys_errors(
-    layers: Sequence[AttendedLayer], truth: Truth, num_kv_heads: int
-) -> tuple[Tensor, Tensor]:
-    """output_error and lse_error [layers, G] with the keys that the policy attends with, NaN where
-    it has none of its own."""
-    own = [x.own_keys for x in layers if x.own_keys is not None]
-    if not own:
-        missing = truth.lse_TH.new_full((len(layers), num_kv_heads), torch.nan).double()
-        return missing, missing
-    out_THE, lse_TH = (torch.stack([getattr(x, n) for x in own]) for n in ("out_THE", "lse_TH"))
-    error = metrics.output_error(out_THE, truth.out_THE, num_kv_heads)
-    return error, metrics.mean_per_kv_head(truth.lse_TH - lse_TH, num_kv_heads)
-
-
-def row_of(selection: Selection, row: int) -> Selection:
-    """One row's selection."""
-    one = slice(row, row + 1)
-    return Selection(selection.pages_BSK[one], selection.counts_BS[one], selection.page_size)
-
-
-def alike(layers: Sequence[AttendedLayer]) -> list[list[AttendedLayer]]:
-    """Layers grouped by the shapes that stacking needs equal."""
-    groups: dict[tuple[Any, ...], list[AttendedLayer]] = {}
-    for layer in layers:
-        groups.setdefault(layer.shapes(), []).append(layer)
-    return list(groups.values())
-
-
-def stack_selections(selections: Sequence[Selection]) -> Selection:
-    """The rows of several selections as the rows of one."""
-    width = max(s.pages_BSK.shape[-1] for s in selections)
-    pages = [
-        torch.nn.functional.pad(s.pages_BSK, (0, width - s.pages_BSK.shape[-1]), value=-1)
-        for s in selections
-    ]
-    counts = torch.cat([s.counts_BS for s in selections])
-    wanted = [s.wanted_BH for s in selections if s.wanted_BH is not None]
-    all_wanted = torch.cat(wanted) if len(wanted) == len(selections) else None
-    return Selection(torch.cat(pages), counts, selections[0].page_size, all_wanted)
-
-
 def check_recall(rows: Iterable[Row]) -> None:
     """A recall outside [0, 1] by more than rounding is a fault in a kernel: never clamped."""
     for row in rows:
@@ -416,82 +336,3 @@ def check_recall(rows: Iterable[Row]) -> None:
                 f"mass_recall must lie in [0, 1], got {r} at layer {row['layer']}, "
                 f"KV head {row['kv_head']}: the kernel's log-sum-exp is wrong"
             )
-
-
-def measure(
-    capture: CapturedKV | str | Path,
-    policies: Sequence[Policy],
-    budgets: Sequence[Budget],
-    *,
-    dense_layers: Sequence[int] = (0, 1),
-    device: str = "auto",
-    backend: str = "auto",
-) -> pd.DataFrame:
-    """Measure policies at budgets on a captured cache: one row per policy, budget, layer, KV head.
-
-    budgets: tokens (int) or fractions of the prompt in (0, 1); adaptive policies run once, with
-    none. dense_layers stay dense. Columns as in the README's recall table. Raises TypeError or
-    ValueError in one line for anything else.
-    """
-    import pandas as pd
-
-    from sparse_eval.device import resolve_device
-
-    policies = [check_policy(policy) for policy in listed("policies", policies, "[Quest()]")]
-    needs_none = all(policy.adaptive for policy in policies)
-    budgets = listed("budgets", budgets, "[512, 2048]", may_be_empty=needs_none)
-    device = resolve_device(device)
-    if not isinstance(capture, CapturedKV):
-        capture = load_capture(capture)
-    capture = capture.to(device)
-    evaluator = Evaluator(capture, resolve_backend(backend, device), tuple(dense_layers))
-    rows: list[Row] = []
-    for policy in policies:
-        wanted = (
-            [None]
-            if policy.adaptive
-            else [resolve_budget(b, capture.prompt_length) for b in budgets]
-        )
-        for budget in wanted:
-            common = common_columns(evaluator, policy, budget)
-            rows += [common | row for row in evaluator.cell(policy, budget)]
-        evaluator.forget_states(policy)
-    return pd.DataFrame(rows)
-
-
-def listed(name: str, given: Any, example: str, *, may_be_empty: bool = False) -> list[Any]:
-    """What was given as a list; TypeError where it is none, ValueError where it is empty."""
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
-        raise TypeError(f"{name} must be a list such as {example}, got {given!r}")
-    values = list(given)
-    if not values and not may_be_empty:
-        raise ValueError(f"{name} must be a list such as {example}, got an empty one")
-    return values
-
-
-def common_columns(evaluator: Evaluator, policy: Policy, budget: int | None) -> Row:
-    """The columns every row has that a capture and a policy determine."""
-    meta = evaluator.capture.meta
-    return {
-        "task": "recall",
-        "sample": meta.get("sample", 0),
-        "prompt_hash": meta.get("prompt_hash", ""),
-        "prompts": meta.get("prompt_source", ""),
-        "model": meta.get("model", ""),
-        "revision": meta.get("revision", ""),
-        "weights": meta.get("weights", ""),
-        "policy": type(policy).__name__.lower(),
-        "policy_config": policy.config(),
-        "adaptive": policy.adaptive,
-        "budget_tokens": float("nan") if budget is None else budget,
-        "page_size": policy.page_size,
-        "sink_pages": policy.sink_pages,
-        "local_pages": policy.local_pages,
-        "context": evaluator.prompt_length,
-        "protocol": "decode",
-        "dense_layers": list(evaluator.dense_layers),
-        "backend": evaluator.backend,
-        "device": str(evaluator.capture.lengths_T.device.type),
-        "dtype": meta.get("dtype", ""),
-        "capture_hash": meta.get("capture_hash", ""),
-    }

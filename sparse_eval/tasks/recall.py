@@ -14,7 +14,8 @@ from sparse_eval.cache import make_room, making, touch
 from sparse_eval.capture import CapturedKV, load_capture
 from sparse_eval.cli.config import NamedPolicy
 from sparse_eval.core import Row
-from sparse_eval.evaluator import Evaluator, common_columns
+from sparse_eval.evaluator import Evaluator
+from sparse_eval.measuring import common_columns
 from sparse_eval.models import model_info
 from sparse_eval.prompts import Prompt
 from sparse_eval.provenance import code_hash, version_of
