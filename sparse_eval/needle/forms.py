@@ -35,8 +35,8 @@ class Found:
 @dataclass(frozen=True)
 class Form:
     """pattern: a maximal run that could be meant as a value. is_full(run, truth): a normalised run
-    has the right form. is_close(run, truth): it is close to the true value beyond chance. joint: a
-    character after which a run may go on."""
+    has the right form. is_close(run, truth): it is close to the true value beyond chance. joint:
+    characters after which a run may go on."""
 
     name: str
     pattern: re.Pattern[str]
@@ -67,9 +67,12 @@ def shares_run(a: str, b: str, length: int) -> bool:
 
 DIGITS = Form(
     "digits",
-    # not inside a longer number or name; 48,217 is 48217
-    re.compile(r"(?<![0-9A-Za-z])(?<![0-9][.,])[0-9]+(?:,[0-9]{3})*(?![0-9A-Za-z]|,[0-9])"),
-    ",",
+    # not inside a longer number or name; 48,217 is 48217, but -48217 and 48217.5 are other numbers
+    re.compile(
+        r"(?<![0-9A-Za-z])(?<![0-9][.,])[-\u2212]?"
+        r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?![0-9A-Za-z]|[.,][0-9])"
+    ),
+    ",.",
     lambda run: run.replace(",", ""),
     lambda value, truth: len(value) == len(truth),
     lambda value, truth: edit_distance(value, truth) <= 1,

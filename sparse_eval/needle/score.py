@@ -41,7 +41,7 @@ def decided(text: str, truth: str, others: Collection[str], form: Form) -> Score
     A run at the end of the text may still grow, and settles nothing."""
     truth, planted = truth.lower(), {other.lower() for other in others}
     for run in form.runs(text):
-        if text[run.end :] in ("", form.joint):
+        if text[run.end :] in ("", *form.joint):
             return None
         if run.value == truth:
             return Score("correct", run.end)
@@ -57,8 +57,10 @@ def decided(text: str, truth: str, others: Collection[str], form: Form) -> Score
 def score(text: str, truth: str, others: Collection[str], form: Form, *, ended: bool) -> Score:
     """The outcome of a finished answer. ended: the model stopped by itself; False: the token limit
     cut it. others: the values of the other planted sentences."""
-    # a model that stopped has said all it will: the end of the text is a boundary
-    found = decided(f"{text}\n" if ended else text, truth, others, form)
+    # a model that stopped has said all it will: the end of the text is a boundary, as a full stop
+    # is where the limit cut
+    is_whole = ended or text.endswith(".")
+    found = decided(f"{text}\n" if is_whole else text, truth, others, form)
     if found is not None:
         return found
     if not re.search(r"[^\W_]", text):
