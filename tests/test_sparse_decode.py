@@ -196,6 +196,12 @@ def test_page_sizes_below_and_above_the_tile(page_size, device):
     check(case, block_t=64)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_short_lists_beside_a_long_cache(dtype, padded, device):
+    check(make_case(device, tokens=403, rows=3, page_size=16, dtype=dtype, padded=padded))
+
+
 def test_values_narrower_and_wider_than_keys(device):
     for d, e in ((128, 16), (16, 128), (1, 1), (3, 200)):
         check(make_case(device, d=d, e=e, tokens=33, rows=1))

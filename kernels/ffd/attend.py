@@ -32,7 +32,14 @@ SIZES = ["num_tokens", "num_pages", "num_slots", "num_lists", "kv_heads", "group
 
 
 @triton.jit
-def tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr):
+def tiles_of(
+    counts_ptr,
+    num_lists,
+    num_slots,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
     """Tiles of each list, [BLOCK_L]."""
     lists = tl.arange(0, BLOCK_L)
     counts = tl.load(counts_ptr + lists, mask=lists < num_lists, other=0)
@@ -237,9 +244,7 @@ def attend_lists_kernel(
 
 
 @triton.jit
-def positions(
-    tile, pages_ptr, count, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr
-):
+def positions(tile, pages_ptr, count, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr):
     """Positions in the row of a tile's tokens; negative in empty slots."""
     first = tile * BLOCK_T
     offs_t = tl.arange(0, BLOCK_T)
