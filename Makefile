@@ -13,8 +13,8 @@ test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(STAMP)
-	$(BIN)/ruff format --check sparse_eval/ tests
-	$(BIN)/ruff check sparse_eval/ tests
+	$(BIN)/ruff format --check sparse_eval/ policies kernels tests examples
+	$(BIN)/ruff check sparse_eval/ policies kernels tests examples
 	$(BIN)/mypy sparse_eval tests
 
 test-gpu: $(STAMP)

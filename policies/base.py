@@ -115,7 +115,7 @@ class Policy(ABC, Generic[StateT]):
         return budget
 
     def local_pages_at(self, budget: int | None) -> int:
-        """Newest pages always read at a budget: local_pages, more for policies that share it out."""
+        """Newest pages always read at a budget: local_pages, or more where a policy says so."""
         return self.local_pages
 
     def config(self) -> dict[str, Any]:

@@ -6,8 +6,8 @@ weighs at most e^-δ of the peak; a pseudo-maximum over the sink and local token
 maximum: it is never higher, so the set can only grow. Each query head chooses, a group reads the
 union. There is no budget: a head reads as many pages as its scores ask for.
 
-Only full pages have thumbnails; the page that still fills is local, and read. Published: δ = 5 and 7,
-sparsity 82 % and 73 %. What the description leaves open are fields: scales, pseudo_max, attend.
+Only full pages have thumbnails; the page that still fills is local, and read. Published: δ = 5 and
+7, sparsity 82 % and 73 %. What the description leaves open are fields: scales, pseudo_max, attend.
 """
 
 from __future__ import annotations

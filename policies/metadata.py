@@ -1,4 +1,4 @@
-"""Metadata of full pages: built from the cache as it stands, and extended in place when a page fills.
+"""Metadata of full pages: built from the cache as it stands, extended in place when a page fills.
 
 One `summary` function makes both, so that state grown step by step equals state built anew.
 """

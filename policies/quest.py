@@ -35,8 +35,8 @@ class ByteState(ChannelState):
 class Quest(ChannelScorePolicy):
     """Center and spread are the middle and the half-width of the page's key box.
 
-    metadata_dtype: auto (the keys' own), float32, or int8, a scale per page: half the bytes, and the
-    box still covers every key. select_backend: who extends metadata and selects: torch, triton
+    metadata_dtype: auto (the keys' own), float32, or int8, a scale per page: half the bytes, and
+    the box still covers every key. select_backend: who extends metadata and selects: torch, triton
     (groups max and sum), or auto: triton on a GPU where it has the group rule, the dtype and room
     for the pages."""
 
@@ -119,8 +119,8 @@ def key_box(keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def key_box_in_8_bits(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in 8 bits: mid int8, half uint8 and a page's scales of the two [..., 2] float32. half
-    is rounded outward from the rounded mid, so the box covers every key."""
+    """The same in 8 bits: mid int8, half uint8 and a page's scales of the two [..., 2] float32.
+    half is rounded outward from the rounded mid, so the box covers every key."""
     lo, hi = keys.amin(-2).double(), keys.amax(-2).double()
     mid = (lo + hi) / 2
     scale = positive((mid.abs().amax(-1, keepdim=True) / 127).float())

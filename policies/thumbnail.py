@@ -85,7 +85,7 @@ class ThumbnailScore(Score[ThumbnailState]):
     def _by_token(
         self, values: Callable[..., Tensor], call: AttentionCall, state: ThumbnailState
     ) -> Tensor:
-        """Rows that share one cache enter one product per KV head, not one copy of its keys each."""
+        """Rows that share one cache enter one product per KV head, not a copy of its keys each."""
         packed, q = self.packed(state), call.q_BHD
         num_rows, num_kv_heads = len(q), call.num_kv_heads
         if len(packed.codes) < num_rows:
