@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,15 @@ from sparse_eval import ledger, metrics
 from sparse_eval.core import AttentionCall
 from sparse_eval.policies.base import Selection
 
-if TYPE_CHECKING:
-    from sparse_eval.evaluator import Truth
+
+@dataclass(frozen=True)
+class Truth:
+    """Dense attention of T decode queries, of one layer or several stacked, through the shared
+    kernel with exact keys."""
+
+    out_THE: Tensor
+    lse_TH: Tensor
+    page_mass_THP: Tensor
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from sparse_eval import ledger, metrics
 from sparse_eval.attended import (
     AttendedLayer,
     OwnKeys,
+    Truth,
     alike,
     own_keys_errors,
     row_of,
@@ -52,16 +53,6 @@ METRICS = (
     "output_error_attend",
     "lse_error_attend",
 )
-
-
-@dataclass(frozen=True)
-class Truth:
-    """Dense attention of T decode queries, of one layer or several stacked, through the shared
-    kernel with exact keys."""
-
-    out_THE: Tensor
-    lse_TH: Tensor
-    page_mass_THP: Tensor
 
 
 @dataclass

@@ -6,7 +6,7 @@ Token ids are the truth: a text is tokenised once and cut, never decoded and enc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparse_eval.inputs import texts
 from sparse_eval.inputs.store import user_cache
+from sparse_eval.inputs.tokens import Encode, leading_bos, text_encoder
 
 if TYPE_CHECKING:
     from sparse_eval.models import LoadedModel
@@ -26,8 +27,6 @@ LOCAL_TEXTS = ("docs", "file")
 # a slice's last tokens may change when the text goes on: they are not used
 UNSETTLED_TOKENS = 64
 LINE_START_WITHIN = 2000
-
-Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
@@ -131,40 +130,6 @@ def prompt_of(ids: list[int], context: int, sample: int, source: str) -> Prompt:
 def hash_of(ids: Tensor) -> str:
     """16 hex digits of sha256 over the ids as little-endian int64."""
     return hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()[:16]
-
-
-def leading_bos(tokenizer: Any) -> list[int]:
-    """[BOS] if the tokenizer begins a text with one by itself, else []."""
-    bos = tokenizer.bos_token_id
-    with_special, without = (
-        tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (True, False)
-    )
-    adds_bos = bos is not None and with_special[:1] == [bos] and without[:1] != [bos]
-    return [bos] if adds_bos else []
-
-
-def control_ids(tokenizer: Any) -> set[int]:
-    """Ids of special tokens, which no text may contain; a mere unknown-token is not one of them."""
-    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    control = added | set(tokenizer.all_special_ids)
-    roles = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    return control - ({tokenizer.unk_token_id} - set(roles))
-
-
-def text_encoder(tokenizer: Any) -> Encode:
-    """text -> ids of plain text: special tokens spelled out in it are encoded as the letters."""
-    control = control_ids(tokenizer)
-
-    def encode(text: str) -> list[int]:
-        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
-            "input_ids"
-        ]
-        if not control.isdisjoint(ids):
-            found = tokenizer.convert_ids_to_tokens(next(i for i in ids if i in control))
-            raise ValueError(f"the text holds {found}, which this tokenizer cannot read as text")
-        return ids
-
-    return encode
 
 
 def spread_segments(text: str, encode: Encode, n: int, length: int, source: str) -> list[list[int]]:

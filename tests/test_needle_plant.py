@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from sparse_eval.inputs.tokens import control_ids
 from sparse_eval.needle.forms import WORDS
 from sparse_eval.needle.haystack import Haystack, haystack_text
 from sparse_eval.needle.kinds import KINDS
-from sparse_eval.prompts import control_ids
 from tests.needles import CHAT, bpe, haystack, planted
 from tests.tiny import tiny_loaded
 

@@ -11,8 +11,9 @@ import torch
 from sparse_eval.fetch import shipped
 from sparse_eval.inputs.store import Unavailable
 from sparse_eval.inputs.texts import docs
+from sparse_eval.inputs.tokens import leading_bos
 from sparse_eval.inputs.transcripts import _Row, nucleus
-from sparse_eval.prompts import check_prompts, hash_of, leading_bos, make_prompts
+from sparse_eval.prompts import check_prompts, hash_of, make_prompts
 from tests.tiny import tiny_loaded
 
 PROMPTS = shipped("prompts")

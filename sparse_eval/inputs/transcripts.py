@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from sparse_eval.inputs.store import say
+from sparse_eval.inputs.tokens import control_ids, leading_bos
 from sparse_eval.prefill import cache_keyword
-from sparse_eval.prompts import control_ids, leading_bos
 
 if TYPE_CHECKING:
     from sparse_eval.models import LoadedModel

@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_eval.prompts import leading_bos
+from sparse_eval.inputs.tokens import leading_bos
 
 CHATS = ("auto", "none", "template")
 _CONTEXT = "HAYSTACK-9d1f"

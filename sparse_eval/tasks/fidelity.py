@@ -17,8 +17,9 @@ from torch import Tensor
 
 from sparse_eval.core import Row
 from sparse_eval.fidelity import NextTokens, compare, nll_of
+from sparse_eval.inputs.tokens import leading_bos
 from sparse_eval.prefill import Prefilled, cache_keyword, feed
-from sparse_eval.prompts import Prompt, leading_bos
+from sparse_eval.prompts import Prompt
 from sparse_eval.storage.cells import CellStore
 from sparse_eval.tasks.live_task import Arm, LiveTask, Work, arms_of, read_columns
 
