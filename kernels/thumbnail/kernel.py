@@ -141,9 +141,14 @@ def integer_planes(planes, BITS: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def split_bytes(x):
-    """x, below 2^15 in magnitude, rounded to 256 · high + low of signed bytes; and as int32."""
-    bits = (x + ROUND).to(tl.int32, bitcast=True)
-    return ((bits + 128) >> 8).to(tl.int8), bits.to(tl.int8), bits - ROUND_BITS
+    """x, below 2^15 in magnitude, rounded to 256 · high + low of signed bytes; and as int32.
+
+    128 enters with the float sum, so that each byte stored is an integer operation's: a float's own
+    low byte is stored as that float converted to a byte by the ptxas of Triton 3.6 (F2IP), where
+    bytes are stored one by one."""
+    bits = (x + (ROUND + 128)).to(tl.int32, bitcast=True)
+    low = bits - 128
+    return (bits >> 8).to(tl.int8), low.to(tl.int8), low - ROUND_BITS
 
 
 @triton.jit
