@@ -1,7 +1,7 @@
 """The forms a value can have: how it is found in an answer, and what counts as close to the truth.
 
-A value is only read at its boundaries: 948217, 48217.5 and -48217 are not 48217. Close means closer than a
-chance value of the form comes in one case of a hundred.
+A value is only read at its boundaries: 948217, 48217.5 and -48217 are not 48217. Close means closer
+than a chance value of the form comes in one case of a hundred.
 """
 
 from __future__ import annotations
