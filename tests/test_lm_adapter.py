@@ -65,6 +65,52 @@ def test_full_writes_what_stock_hflm_writes(tiny, batch_size):
     assert ours.selections > 0
 
 
+@pytest.mark.parametrize("opened", [[0], [1, 3], [0, 1, 2, 3, 4, 5]])
+def test_every_prompt_of_a_batch_opens_with_exactly_one_bos(tiny, opened):
+    """lm-eval asks only the first string of a batch whether it brings its own."""
+    texts = [f"<bos>{text}" if i in opened else text for i, text in enumerate(PROMPTS)]
+    lm, alone = dense(tiny, batch_size=6), tiny.tokenizer(PROMPTS)["input_ids"]
+    ids_BT, mask_BT = lm.tok_batch_encode(texts)
+    rows = [ids[mask.bool()].tolist() for ids, mask in zip(ids_BT, mask_BT, strict=True)]
+    assert rows == alone and all(ids.count(1) == 1 for ids in rows)
+    assert mask_BT[:, -1].all() and not ids_BT[~mask_BT.bool()].any()
+    asked = [Instance("generate_until", {}, (text, GREEDY), 0) for text in texts]
+    assert lm.generate_until(asked) == lm.generate_until(generations())
+    likely = [Instance("loglikelihood", {}, (text, " so"), 0) for text in (*texts, *PROMPTS)]
+    with_bos, without = torch.tensor(lm.loglikelihood(likely))[:, 0].chunk(2)
+    assert torch.equal(with_bos, without)
+
+
+def test_a_bos_of_ones_own_is_known_whatever_stands_for_an_empty_context(tiny):
+    lm = lm_of(PolicyLM, tiny, policy=Full(page_size=8), dense_layers=[0], prefix_token_id=7)
+    assert lm.tok_encode("<bos>some") == lm.tok_encode("some") and lm.tok_encode("some")[0] == 1
+
+
+def test_a_cut_prompt_keeps_its_bos(tiny):
+    lm = window(tiny)
+    rows, mask = lm.tok_batch_encode(PROMPTS, left_truncate_len=40)
+    assert rows[:, 0].tolist() == [1] * len(PROMPTS) and mask.all()
+    assert [row[1:].tolist() for row in rows] == [lm.tok_encode(t)[-39:] for t in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda lm: lm.tok_batch_encode(["<bos><bos>some"]), "exactly one BOS"),
+        (lambda lm: lm.loglikelihood([Instance("loglikelihood", {}, ("some", ""), 0)]), "1 to"),
+    ],
+)
+def test_prompts_that_cannot_be_asked_are_one_line(tiny, ask, told):
+    with pytest.raises(ValueError, match=told) as caught:
+        ask(dense(tiny))
+    assert "\n" not in str(caught.value)
+
+
+def test_cutting_in_silence_is_refused(tiny):
+    with pytest.raises(ValueError, match="cut prompts in silence"):
+        window(tiny, truncation=True)
+
+
 def test_full_gives_stock_log_likelihoods(tiny):
     requests = [*choices(), Instance("loglikelihood", {}, ("", "some words"), 0)]
     ours, stock = (lm.loglikelihood(requests) for lm in (dense(tiny), lm_of(HFLM, tiny)))

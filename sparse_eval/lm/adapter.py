@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from sparse_eval.live import patched
 from sparse_eval.lm.decode import judge
 from sparse_eval.lm.requests import Ask
 from sparse_eval.lm.stack import Decoder, Stack, stack
+from sparse_eval.lm.texts import check_opening, cut
 from sparse_eval.policies.base import Policy
 from sparse_eval.prefill import prefill
+from sparse_eval.prompts import leading_bos
 from sparse_eval.trace import Trace
 
 NUM_PROMPT_QUERIES = 64
@@ -52,6 +55,11 @@ class PolicyLM(HFLM):
         strict: bool = False,
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("truncation"):
+            raise ValueError(
+                "truncation=True would cut prompts in silence: without it those that do not fit "
+                "are cut from the left and counted, or refused with strict=True"
+            )
         if isinstance(pretrained, str):
             kwargs["device"] = resolve_device(kwargs.get("device") or "auto")
         super().__init__(pretrained, **kwargs)
@@ -98,11 +106,46 @@ class PolicyLM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """As HFLM, but a prompt that does not fit is counted, or refused."""
-        if left_truncate_len:
-            for text in strings:
-                self.count_cut(len(self.tok_encode(text)), left_truncate_len)
-        return super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+        """Ids and their mask, int64 [B, T]. HFLM asks only the first string whether it brings its
+        own BOS; here each is encoded for itself. One that does not fit is counted, or refused."""
+        rows = [self.fitting(self.tok_encode(text), left_truncate_len) for text in strings]
+        width = max(map(len, rows))
+        ids_BT = torch.full((len(rows), width), self.tokenizer.pad_token_id)
+        mask_BT = torch.zeros_like(ids_BT)
+        for row, ids in enumerate(rows):
+            own = slice(width - len(ids), None) if padding_side == "left" else slice(len(ids))
+            ids_BT[row, own] = torch.tensor(ids)
+            mask_BT[row, own] = 1
+        return ids_BT, mask_BT
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """As HFLM. Raises ValueError where a prompt does not open with exactly one BOS, or holds no
+        token at all."""
+        is_prompt, bos_text = add_special_tokens is None, self.tokenizer.bos_token
+        if is_prompt and bos_text and string.startswith(bos_text):
+            add_special_tokens = False
+        found = super().tok_encode(string, add_special_tokens, **kwargs)
+        if is_prompt:
+            check_opening(found, self.bos, string)
+        return self.fitting(found, left_truncate_len)
+
+    @cached_property
+    def bos(self) -> list[int]:
+        """What prompts open with: [BOS], or nothing where the tokenizer adds none."""
+        return [] if self.add_bos_token is False else leading_bos(self.tokenizer)
+
+    def fitting(self, ids: list[int], room: int | None) -> list[int]:
+        """The last ids, a BOS kept; what does not fit is counted or refused."""
+        if not room:
+            return ids
+        self.count_cut(len(ids), room)
+        return cut(ids, room, self.bos)
 
     def count_cut(self, length: int, room: int) -> None:
         if length <= room:
@@ -139,9 +182,8 @@ class PolicyLM(HFLM):
                     f"a continuation must have 1 to {self.max_length} tokens, got "
                     f"{len(continuation)}"
                 )
-            room = self.max_length + 1 - len(continuation)
-            self.count_cut(len(context), room)
-            by_context[tuple(context[-room:])].append((place, tuple(continuation)))
+            fitting = self.fitting(context, self.max_length + 1 - len(continuation))
+            by_context[tuple(fitting)].append((place, tuple(continuation)))
         found: dict[int, tuple[float, bool]] = {}
         for ids, wanted in by_context.items():
             found |= self._judge(ids, wanted, int(override_bs or self._rows))
