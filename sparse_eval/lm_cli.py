@@ -31,7 +31,7 @@ def main() -> int:
     from lm_eval.__main__ import cli_evaluate
 
     import sparse_eval.lm.adapter  # noqa: F401  (registers the model with lm-eval)
-    from sparse_eval.lm.suite import BUNDLED
+    from sparse_eval.lm.names import BUNDLED
 
     given = {word.partition("=")[0] for word in sys.argv[1:]}
     if "--include_path" not in given and {"run", "--tasks"} & given:

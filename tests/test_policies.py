@@ -491,7 +491,9 @@ def test_snapkv_keeps_what_the_prompt_looked_at_and_drops_what_came_later():
 def test_snapkv_without_enough_prompt_queries_is_refused():
     call = batch_call([random_text(50)], [50])
     for queries, given in ((None, 0), (prompt_queries([random_text(50)], [50])[:, -20:], 20)):
-        with pytest.raises(ValueError, match=f"last 32 prompt queries .*, got {given} for 50 tokens"):
+        with pytest.raises(
+            ValueError, match=f"last 32 prompt queries .*, got {given} for 50 tokens"
+        ):
             SnapKV().init(call, queries)
 
 
