@@ -332,9 +332,10 @@ def test_a_cut_prompt_keeps_its_question_and_some_context(tmp_path):
 
 
 def test_a_limit_for_a_task_that_is_not_run_is_an_error(tmp_path):
-    task = task_of(tmp_path, "task.tasks=[tiny_group]", "task.limit={tiny_choise: 2}")
-    with pytest.raises(SharedFailed, match="tiny_choise is not one of the tasks: tiny_always"):
-        task.parts  # noqa: B018
+    told = "tiny_choise is not one of the tasks: tiny_always, tiny_choice; did you mean tiny_choice"
+    for key in ("task.limit", "task.gate.floors"):
+        with pytest.raises(ValueError, match=f"{key}: {told}"):
+            settings_of(tmp_path, "task.tasks=[tiny_group]", f"{key}={{tiny_choise: 2}}")
 
 
 def test_a_hub_task_without_a_network_fails_at_once(tmp_path, monkeypatch):

@@ -55,13 +55,10 @@ class Gate:
         dense = f"dense scores {self.value:.2f} on {self.n} {self.on} documents"
         if math.isnan(self.lower):
             return f"{dense}, and a score of such a kind has no floor that is known: {own}"
-        side = "lower" if self.higher_is_better else "upper"
-        return (
-            f"{dense} ({side} bound {self.lower:.2f}), its floor is {self.floor:.2f} "
-            f"({'at least' if self.higher_is_better else 'at most'}"
-            + ("" if math.isnan(self.chance) else f"; chance {self.chance:.2f}")
-            + ")"
-        )
+        chance = "" if math.isnan(self.chance) else f" (chance {self.chance:.2f})"
+        if self.higher_is_better:
+            return f"{dense} (lower bound {self.lower:.2f}), its floor is {self.floor:.2f}{chance}"
+        return f"{dense} (upper bound {self.lower:.2f}), it may be {self.floor:.2f} at most{chance}"
 
 
 def is_higher_better(task: Any) -> bool:

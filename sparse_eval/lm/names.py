@@ -12,6 +12,7 @@ from typing import Any
 
 from sparse_eval.lm.config import LmConfig
 from sparse_eval.lm.quiet import quiet
+from sparse_eval.one_line import first_line
 
 BUNDLED = Path(__file__).resolve().parent.parent / "lm_tasks"
 
@@ -112,17 +113,23 @@ def tasks_of(index: Mapping[str, Any], name: str, above: tuple[str, ...] = ()) -
 
 
 def of_path(name: str) -> Any | None:
-    """lm-eval's entry of a yaml that is no part of an index."""
+    """lm-eval's entry of a task's yaml that is no part of an index. Groups have to be."""
     from lm_eval.tasks._index import TaskIndex
+    from lm_eval.tasks._yaml_loader import load_yaml
 
-    if not (name.endswith(".yaml") and Path(name).is_file()):
+    path = Path(name).expanduser()
+    if not (name.endswith(".yaml") and path.is_file()):
         return None
-    entry = TaskIndex.entry_from_path(Path(name))
-    if entry is not None and entry.cfg is None:
-        from lm_eval.tasks._yaml_loader import load_yaml
-
-        entry.cfg = load_yaml(Path(name).resolve(), resolve_func=False)
-    return entry
+    try:
+        config = load_yaml(path.resolve(), resolve_func=False)
+    except Exception as error:  # of a yaml, and of those that it includes
+        raise ValueError(f"task.tasks: {name} cannot be read: {first_line(error)}") from None
+    if "group" in config:
+        raise ValueError(
+            f"task.tasks: {name} is the yaml of a group, which lm-eval finds by name alone: "
+            f"task.tasks=[{config['group']}] task.include_path={path.parent}"
+        )
+    return TaskIndex.entry_from_path(path) if "task" in config else None
 
 
 def members_of(

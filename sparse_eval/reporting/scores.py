@@ -20,9 +20,9 @@ class Difference:
     """Second's mean less first's over n documents.
 
     low, high: 95 %, Tango's for successes and failures, Student's else, the rule of three's where
-    documents do not differ. low_90, high_90: the ends of one-sided 95 % intervals. p: exact McNemar,
-    or sign flips. resolvable: the smallest difference that the test can tell from none, NaN where
-    there is none or the scores are not successes."""
+    documents do not differ. low_90, high_90: the ends of one-sided 95 % intervals. p: exact
+    McNemar, or sign flips. resolvable: the smallest difference that the test can tell from none,
+    NaN where there is none or the scores are not successes."""
 
     n: int
     mean: float

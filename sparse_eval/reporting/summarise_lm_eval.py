@@ -62,8 +62,7 @@ def summarise_lm_eval(rows: pd.DataFrame) -> pd.DataFrame:
     the documents' differences within tasks.
     same_as_dense: share of answers. Of every ranked task whose scores lie in [0, 1], also of those
     that are better when lower: worst_task, what it loses (a difference whose sign is turned where
-    lower is better) and that one's interval. below: all tasks significantly worse than dense (Holm).
-    """
+    lower is better) and its interval. below: all ranked tasks significantly worse (Holm)."""
     table = task_table(rows)
     passed = table[~table["gated"].astype(bool)]
     ranked = passed[passed["lm_task"].isin(shares_of(table))]
@@ -138,7 +137,7 @@ def worst_columns(passed: pd.DataFrame) -> dict[str, Any]:
         return found
     worst = worst_of(comparable)
     ends = [worst["difference_low"], worst["difference_high"]]
-    ends = ends if worst["higher_is_better"] else [-end for end in reversed(ends)]
+    ends = ends if worst["higher_is_better"] else [0.0 - end for end in reversed(ends)]
     return found | {
         "worst_task": worst["lm_task"],
         "worst": gain_of(worst["difference"], worst["higher_is_better"]),
@@ -155,7 +154,7 @@ def worst_of(own: pd.DataFrame) -> pd.Series:
 
 def gain_of(difference: float, higher_is_better: float) -> float:
     """Negative where it is a loss. A flag read back from a file is 1.0 or 0.0."""
-    return float(difference) if higher_is_better else -float(difference)
+    return float(difference) if higher_is_better else 0.0 - float(difference)
 
 
 def error_of(samples: pd.DataFrame, task: str) -> float:

@@ -57,8 +57,8 @@ def scores_table(table: pd.DataFrame) -> TextTable:
         cells = [found.get(arm, "") for arm in arms]
         lines.append([name, f"{part['n'].max():.0f}", *cells])
     note = (
-        "lm-eval's scores; ▼ ▲ significantly worse or better than dense (Holm over tasks); † not ranked: "
-        "the dense gate was not passed"
+        "lm-eval's scores; ▼ ▲ significantly worse or better than dense (Holm over tasks); † not "
+        "ranked: the dense gate was not passed"
     )
     return TextTable(["task", "n", *arms], lines, note)
 
@@ -140,7 +140,8 @@ def gate_lines(table: pd.DataFrame) -> TextTable:
     ]
     note = (
         "dense on the gate's documents, own ones or those measured, one-sided bound on the worse "
-        "side, which must reach the floor; resolvable: the smallest difference that the task's n can tell from none"
+        "side, which must reach the floor; resolvable: the smallest difference that the task's n "
+        "can tell from none"
     )
     return TextTable(head, lines, note)
 
