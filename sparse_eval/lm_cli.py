@@ -6,10 +6,12 @@ lm-eval's. The bundled tasks are on its path; pretrained takes names of conf/mod
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
 
+log = logging.getLogger("lm_eval")
 NAMED = re.compile(r"""(?<![\w.])(pretrained"?\s*[=:]\s*"?)([\w.-]+)(?=["',}\s]|$)""")
 """`pretrained` in model_args, as words with commas or as JSON, and a value without a slash."""
 
@@ -32,6 +34,7 @@ def main() -> int:
 
     import sparse_eval.lm.adapter  # noqa: F401  (registers the model with lm-eval)
     from sparse_eval.lm.names import BUNDLED
+    from sparse_eval.lm.suite import told
 
     given = {word.partition("=")[0] for word in sys.argv[1:]}
     if "--include_path" not in given and {"run", "--tasks"} & given:
@@ -40,9 +43,16 @@ def main() -> int:
         sys.argv[1:] = [with_folders(word) for word in sys.argv[1:]]
         cli_evaluate()
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return failed(" ".join(str(error).split()) or type(error).__name__)
+    except Exception as error:  # of a task's own code, or of lm-eval's, which may raise anything
+        log.debug("the traceback", exc_info=True)
+        return failed(f"{told(error)}; LMEVAL_LOG_LEVEL=DEBUG shows where")
     return 0
+
+
+def failed(line: str) -> int:
+    print(f"error: {line}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

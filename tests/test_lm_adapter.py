@@ -106,6 +106,38 @@ def test_prompts_that_cannot_be_asked_are_one_line(tiny, ask, told):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"max_gen_toks": 0}, "max_gen_toks must be an integer >= 1, got 0"),
+        ({"max_gen_toks": -3}, "got -3"),
+        ({"max_gen_toks": "many"}, "got 'many'"),
+        ({"max_gen_toks": None, "max_new_tokens": 2.5}, "max_new_tokens must be .* got 2.5"),
+        ({"until": {"a": 1}}, "until must be a text or a list of them"),
+        ({"until": [3]}, r"got \[3\]"),
+        ({"until": None}, "got None"),
+        ({"max_gen_toks": 4095}, "an answer of 4095 tokens does not fit into 4096 with"),
+    ],
+)
+def test_answers_that_cannot_be_asked_for_are_refused_before_any_is_made(tiny, changes, told):
+    good, bad = generations()[:1], generations(**changes)[:1]
+    with pytest.raises(ValueError, match=told) as caught:
+        dense(tiny).generate_until([*good, *bad])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, -1, "0", "many", "auto:x", None])
+def test_a_batch_size_that_is_none_is_refused(tiny, size):
+    with pytest.raises(ValueError, match="batch_size must be an integer >= 1"):
+        lm_of(PolicyLM, tiny, size, policy=Full(page_size=8))
+
+
+@pytest.mark.parametrize("stops", [[], "", [""], "<eos>", ["<eos>", "zz"]])
+def test_stops_that_stop_nothing_are_as_in_hflm(tiny, stops):
+    asked = generations(until=stops)
+    assert dense(tiny).generate_until(asked) == lm_of(HFLM, tiny).generate_until(asked)
+
+
 def test_cutting_in_silence_is_refused(tiny):
     with pytest.raises(ValueError, match="cut prompts in silence"):
         window(tiny, truncation=True)

@@ -7,6 +7,7 @@ takes from one dense forward where no decode step happens, is fed token by token
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch import Tensor
 from sparse_eval.device import resolve_device
 from sparse_eval.live import patched
 from sparse_eval.lm.decode import judge
-from sparse_eval.lm.requests import Ask
+from sparse_eval.lm.requests import Ask, check_generation, max_new_tokens
 from sparse_eval.lm.stack import Decoder, Stack, stack
 from sparse_eval.lm.texts import check_opening, cut
 from sparse_eval.policies.base import Policy
@@ -60,6 +61,7 @@ class PolicyLM(HFLM):
                 "truncation=True would cut prompts in silence: without it those that do not fit "
                 "are cut from the left and counted, or refused with strict=True"
             )
+        check_batch_size(kwargs.get("batch_size", 1))
         if isinstance(pretrained, str):
             kwargs["device"] = resolve_device(kwargs.get("device") or "auto")
         super().__init__(pretrained, **kwargs)
@@ -156,6 +158,18 @@ class PolicyLM(HFLM):
             )
         self.truncated += 1
 
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """As HFLM. Raises ValueError for an answer that no prompt leaves room for, before any."""
+        for _, kwargs in (request.args for request in requests):
+            check_generation(kwargs)
+            most = max_new_tokens(kwargs, self.max_gen_toks)
+            if most > self.max_length - 2:
+                room = self.max_length
+                raise ValueError(
+                    f"an answer of {most} tokens does not fit into {room} with a prompt"
+                )
+        return super().generate_until(requests, disable_tqdm)
+
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> Tensor:
@@ -213,6 +227,13 @@ class PolicyLM(HFLM):
             for (place, _), answer in zip(part, answers, strict=True):
                 found[place] = (answer.log_likelihood, answer.is_greedy)
         return found
+
+
+def check_batch_size(size: Any) -> None:
+    """HFLM takes any text: what is neither a number of rows nor auto ends somewhere inside it."""
+    is_auto = re.fullmatch(r"auto(:\d+(\.\d+)?)?", str(size))
+    if not is_auto and not (str(size).isdecimal() and int(size) >= 1):
+        raise ValueError(f"batch_size must be an integer >= 1, auto or auto:N, got {size!r}")
 
 
 def make_policy(name: str, fields: Mapping[str, Any]) -> Policy:

@@ -105,7 +105,7 @@ def is_missing_data(error: BaseException | None) -> bool:
 
 def failed(name: str, error: Exception) -> Exception:
     """The error as one line. Missing packages are no fault of the configuration."""
-    if isinstance(error, IndexError | TypeError) and has_no_documents(error):
+    if has_no_documents(error):
         return ValueError(f"lm-eval task {name} has no documents")
     if type(error) is ValueError:  # said by the task itself
         line = first_words(error).removeprefix(f"{name}: ")
@@ -128,6 +128,8 @@ def naming(name: str, what: str) -> Iterator[None]:
 
 def told(error: Exception) -> str:
     """An error of foreign code in one line: its kind, the function that raised it, its message."""
+    if has_no_documents(error):
+        return "the task has no documents"
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].name}" if frames else ""
     return f"{type(error).__name__}{where}: {first_words(error)}"
