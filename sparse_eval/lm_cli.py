@@ -6,10 +6,14 @@ lm-eval's. The bundled tasks are on its path; pretrained takes names of conf/mod
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 log = logging.getLogger("lm_eval")
 NAMED = re.compile(r"""(?<![\w.])(pretrained"?\s*[=:]\s*"?)([\w.-]+)(?=["',}\s]|$)""")
@@ -28,22 +32,60 @@ def with_folders(word: str) -> str:
     )
 
 
+@contextlib.contextmanager
+def bundled_tasks() -> Iterator[None]:
+    """lm-eval's index holds the bundled tasks too, beside its own and those of --include_path."""
+    import lm_eval.tasks
+
+    from sparse_eval.lm.names import BUNDLED
+
+    class WithBundled(lm_eval.tasks.TaskManager):
+        def __init__(
+            self, verbosity: Any = None, include_path: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            own = (
+                [include_path] if isinstance(include_path, str | Path) else [*(include_path or [])]
+            )
+            super().__init__(verbosity, [str(BUNDLED), *own], *args, **kwargs)
+
+    original = lm_eval.tasks.TaskManager
+    lm_eval.tasks.TaskManager = WithBundled  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        lm_eval.tasks.TaskManager = original  # type: ignore[misc]
+
+
+def check_words(words: Sequence[str]) -> None:
+    """ValueError for lm-eval's cache of prompts, which is not keyed by --metadata: another
+    max_length, seed or tokenizer would get the old prompts."""
+    given = dict(zip(words, [*words[1:], ""], strict=True)) | dict(
+        word.split("=", 1) for word in words if "=" in word
+    )
+    asked = given.get("--cache_requests")
+    if asked not in (None, "delete"):
+        raise ValueError(
+            f"--cache_requests {asked} is refused: lm-eval's cache of prompts knows no --metadata "
+            "and would hand out those of another length or seed; delete is accepted"
+        )
+
+
 def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from lm_eval.__main__ import cli_evaluate
 
     import sparse_eval.lm.adapter  # noqa: F401  (registers the model with lm-eval)
-    from sparse_eval.lm.names import BUNDLED
     from sparse_eval.lm.suite import told
 
-    given = {word.partition("=")[0] for word in sys.argv[1:]}
-    if "--include_path" not in given and {"run", "--tasks"} & given:
-        sys.argv += ["--include_path", str(BUNDLED)]
     try:
+        check_words(sys.argv[1:])
         sys.argv[1:] = [with_folders(word) for word in sys.argv[1:]]
-        cli_evaluate()
+        with bundled_tasks():
+            cli_evaluate()
     except (ValueError, RuntimeError, OSError) as error:
-        return failed(" ".join(str(error).split()) or type(error).__name__)
+        line = " ".join(str(error).split()) or type(error).__name__
+        is_name = line.startswith("Tasks not found")
+        return failed(f"{line}; `ls tasks` lists them all" if is_name else line)
     except Exception as error:  # of a task's own code, or of lm-eval's, which may raise anything
         log.debug("the traceback", exc_info=True)
         return failed(f"{told(error)}; LMEVAL_LOG_LEVEL=DEBUG shows where")

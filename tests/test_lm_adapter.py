@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 
+from sparse_eval import lm_cli
 from sparse_eval.lm import adapter
 from sparse_eval.lm.adapter import PolicyLM, layers_of, make_policy
 from sparse_eval.policies.full import Full
@@ -18,6 +21,7 @@ from sparse_eval.policies.window import Window
 from tests.lm_tasks.tiny_data import documents
 from tests.tiny import tiny_loaded
 
+HERE = Path(__file__).parent / "lm_tasks"
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 DOCS = documents(6, 90)
@@ -210,15 +214,62 @@ def test_continuations_that_cannot_be_scored_are_refused(tiny):
             window(tiny, max_length=80)._loglikelihood_tokens([(("", ""), [1, 4, 5], continuation)])
 
 
-def test_a_folder_of_ones_own_is_not_replaced_by_the_bundled_one(monkeypatch):
-    from lm_eval import __main__ as command_line
+def command_line(monkeypatch: Any, run: Any, *words: str) -> int:
+    """lm_cli with these words, `run` in place of lm-eval's own."""
+    from lm_eval import __main__ as lm_eval_main
 
-    from sparse_eval import lm_cli
+    monkeypatch.setattr(lm_cli.sys, "argv", ["lm_cli", *words])
+    monkeypatch.setattr(lm_eval_main, "cli_evaluate", run)
+    return lm_cli.main()
 
-    for words in (["--include_path", "mine"], ["--include_path=mine"]):
-        monkeypatch.setattr(lm_cli.sys, "argv", ["lm_cli", "run", "--tasks", "x", *words])
-        monkeypatch.setattr(command_line, "cli_evaluate", lambda: None)
-        assert lm_cli.main() == 0 and lm_cli.sys.argv[4:] == words
+
+@pytest.mark.parametrize("own", [None, str(HERE), HERE, [str(HERE)]])
+def test_the_bundled_tasks_stand_beside_those_of_ones_own_folder(monkeypatch, own):
+    before, found = lm_eval.tasks.TaskManager, []
+
+    def run() -> None:
+        made = lm_eval.tasks.TaskManager(include_path=own, include_defaults=False)
+        found.extend(made.all_tasks)
+
+    assert command_line(monkeypatch, run, "run", "--tasks", "x") == 0
+    assert "se_multikey" in found and ("tiny_say" in found) == (own is not None)
+    assert lm_eval.tasks.TaskManager is before
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("one\ntwo"), "error: one two"),
+        (
+            ValueError("Tasks not found: list"),
+            "error: Tasks not found: list; `ls tasks` lists them",
+        ),
+        (KeyError("boom"), "error: KeyError in fails: 'boom'; LMEVAL_LOG_LEVEL=DEBUG shows where"),
+        (AssertionError("too long"), "error: AssertionError in fails: too long"),
+    ],
+)
+def test_whatever_a_task_or_lm_eval_raises_is_one_line(monkeypatch, capsys, error, line):
+    def fails() -> None:
+        raise error
+
+    assert command_line(monkeypatch, fails, "run") == 1
+    told = capsys.readouterr().err
+    assert told.startswith(line) and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--cache_requests", "true"], 1),
+        (["--cache_requests=refresh"], 1),
+        (["--cache_requests", "delete"], 0),
+        (["--tasks", "x"], 0),
+    ],
+)
+def test_lm_evals_cache_of_prompts_is_refused(monkeypatch, capsys, words, code):
+    """It is keyed by a task's name alone: another --metadata max_length would get old prompts."""
+    assert command_line(monkeypatch, lambda: None, "run", *words) == code
+    assert ("knows no --metadata" in capsys.readouterr().err) == bool(code)
 
 
 def test_policies_by_name_and_by_class():
