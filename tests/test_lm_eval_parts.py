@@ -57,6 +57,7 @@ def test_made_tasks_hear_how_many_documents_and_which_format():
         (["task.include_path=/no/such/folder"], "must be a folder"),
         (["task.gate.margin=0"], "task.gate.margin"),
         (["task.gate.floors={a: high}"], "task.gate.floors"),
+        (["task.gate.floors={a: nan}"], "task.gate.floors"),
         (["task.metadata={max_seq_lengths: [64]}"], ">= 1024"),
         (["task.batch_size=0"], "task.batch_size"),
         (["protocol=question", "protocol.question_tokens=0"], "protocol.question_tokens"),

@@ -94,6 +94,19 @@ def test_a_task_that_a_group_lists_and_nobody_has_is_named(folder, monkeypatch):
         check(folder, "task.tasks=[missing]")
 
 
+def test_a_folder_that_lm_eval_cannot_index_is_named(tmp_path):
+    (tmp_path / "number.yaml").write_text("task: 123")
+    with pytest.raises(ValueError, match=f"task.include_path: .* index .*{tmp_path.name}"):
+        check(tmp_path, "task.tasks=[se_multikey]")
+
+
+def test_a_yaml_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "broken.yaml").write_text("task: [")
+    with pytest.raises(ValueError, match="broken.yaml cannot be read") as caught:
+        check(tmp_path, f"task.tasks=[{tmp_path}/broken.yaml]")
+    assert "\n" not in str(caught.value)
+
+
 def test_names_that_are_asked_for_pass(folder):
     check(folder, "task.tasks=[outer]", "task.limit={a: 3}", "task.gate.floors={b: 0.5}")
     check(folder, "task.tasks=[a,a]", "task.gate.floors={a: 0.5}")

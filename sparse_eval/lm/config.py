@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,11 +120,15 @@ def floor_config(gate: Any) -> FloorConfig:
     if not is_number(confidence) or not 0.5 < confidence < 1:
         raise ValueError(f"task.gate.confidence must lie in (0.5, 1), got {confidence!r}")
     floors = gate["floors"] or {}
-    if not isinstance(floors, Mapping) or not all(map(is_number, floors.values())):
+    if not isinstance(floors, Mapping) or not all(map(is_finite, floors.values())):
         raise ValueError(f"task.gate.floors must map tasks to scores, got {floors!r}")
     floors = {str(task): float(score) for task, score in floors.items()}
     n = whole_number("task.gate.n", gate["n"], 0)
     return FloorConfig(float(margin), floors, n, float(confidence))
+
+
+def is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
 
 
 def limit_of(value: Any) -> Any:

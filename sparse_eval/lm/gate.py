@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_eval.lm.config import FloorConfig
+from sparse_eval.lm.config import FloorConfig, is_finite
 from sparse_eval.lm.requests import Sample, choices
 from sparse_eval.lm.scoring import Metric
 from sparse_eval.reporting.proportions import wilson_lower
@@ -73,8 +73,11 @@ def chance_of(task: Any, samples: Sequence[Sample]) -> float:
     """What guessing scores: the task's own word for it, one choice of those given, or nothing. NaN
     for a score that is better when lower, which a guess does not bring to nothing."""
     metadata = task.get_config("metadata") or {}
-    if isinstance(metadata, dict) and isinstance(metadata.get("chance"), int | float):
-        return float(metadata["chance"])
+    stated = metadata.get("chance") if isinstance(metadata, dict) else None
+    if stated is not None:
+        if not is_finite(stated):
+            raise ValueError(f"metadata chance must be a number, got {stated!r}")
+        return float(stated)
     if not is_higher_better(task):
         return NAN
     if task.OUTPUT_TYPE == "multiple_choice":

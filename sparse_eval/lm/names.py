@@ -71,9 +71,15 @@ def manager(paths: tuple[str, ...], defaults: bool, metadata: str = "{}") -> Any
     there are 14,000 yamls: seconds."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(
-        include_path=list(paths), include_defaults=defaults, metadata=json.loads(metadata)
-    )
+    try:
+        return TaskManager(
+            include_path=list(paths), include_defaults=defaults, metadata=json.loads(metadata)
+        )
+    except TypeError as error:  # it sorts names
+        raise ValueError(
+            f"task.include_path: lm-eval cannot index {', '.join(paths)}, as where the task of a "
+            f"yaml is no text: {first_line(error)}"
+        ) from None
 
 
 @functools.cache

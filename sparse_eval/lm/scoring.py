@@ -13,7 +13,7 @@ from lm_eval.evaluator import evaluate
 from sparse_eval.lm.config import LmConfig
 from sparse_eval.lm.quiet import quiet
 from sparse_eval.lm.requests import Sample, build_options, hash_of
-from sparse_eval.lm.suite import naming, seed_everything
+from sparse_eval.lm.suite import Told, naming, seed_everything
 from sparse_eval.lm.texts import TextSide
 
 NAN = float("nan")
@@ -63,7 +63,7 @@ class StoredLM(LM):
     def of(self, request: Any) -> Any:
         place = request.doc_id, request.idx
         if self.asked[place] != hash_of(request):
-            raise RuntimeError(
+            raise Told(
                 f"lm-eval task {request.task_name} makes another prompt each time it is asked for "
                 f"document {request.doc_id}: its answers cannot be scored"
             )

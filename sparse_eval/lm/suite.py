@@ -115,12 +115,16 @@ def failed(name: str, error: Exception) -> Exception:
     return Unavailable(text) if isinstance(error, ImportError | OSError) else ValueError(text)
 
 
+class Told(ValueError):
+    """An error that names its task in one line already."""
+
+
 @contextlib.contextmanager
 def naming(name: str, what: str) -> Iterator[None]:
     """What a task's own code raises, an Exception of any kind, becomes a ValueError in one line."""
     try:
         yield
-    except (MemoryError, OSError, Unavailable):
+    except (MemoryError, OSError, Unavailable, Told):
         raise
     except Exception as error:
         raise ValueError(f"lm-eval task {name} cannot {what}: {told(error)}") from error
