@@ -17,6 +17,7 @@ from sparse_eval import lm_cli
 from sparse_eval.lm import adapter
 from sparse_eval.lm.adapter import PolicyLM, layers_of, make_policy
 from sparse_eval.policies.full import Full
+from sparse_eval.policies.snapkv import SnapKV
 from sparse_eval.policies.window import Window
 from tests.lm_tasks.tiny_data import documents
 from tests.tiny import tiny_loaded
@@ -182,6 +183,20 @@ def test_a_context_is_prefilled_once_for_all_its_continuations(tiny, monkeypatch
     monkeypatch.setattr(adapter, "prefill", counting)
     dense(tiny, batch_size=2).loglikelihood(choices())
     assert len(prefilled) == len(set(prefilled)) == len(DOCS)
+
+
+def test_contexts_shorter_than_a_policys_window_are_answered(tiny):
+    texts = ["a", "Hi you?", PROMPTS[0][:25], PROMPTS[1]]
+    policy = SnapKV(page_size=4)
+    together, alone = (
+        lm_of(PolicyLM, tiny, size, policy=policy, budget=16, dense_layers=[0]) for size in (4, 1)
+    )
+    asked = [Instance("generate_until", {}, (text, GREEDY), 0) for text in texts]
+    assert together.generate_until(asked) == alone.generate_until(asked)
+    likely = [Instance("loglikelihood", {}, (text, " so be it, more or less"), 0) for text in texts]
+    stock = lm_of(HFLM, tiny).loglikelihood(likely)
+    pairs = zip(together.loglikelihood(likely), stock, strict=True)
+    assert all(0 < abs(ours - theirs) < 20 for (ours, _), (theirs, _) in pairs)
 
 
 def test_a_policy_that_never_selects_is_an_error(tiny):
