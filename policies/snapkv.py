@@ -1,10 +1,11 @@
 """SnapKV: keep what the last prompt queries attended to, chosen once, then fixed.
 
 Source: Li et al. 2024, https://arxiv.org/abs/2404.14469. Tokens are scored by the softmax mass the
-last `window` prompt queries (all, where the prompt is shorter) gave them, pooled over neighbours; a page by the sum of its tokens. At
-page_size 1 these are the published scores, except that a GQA group shares its choice (the mass of
-its heads is added), that the observation window itself competes like any other token, and that the
-average at the text's first tokens counts no zeros before them.
+last `window` prompt queries (all of them, where a prompt has fewer) gave them, pooled over
+neighbours; a page by the sum of its tokens. At page_size 1 these are the published scores, except
+that a GQA group shares its choice (the mass of its heads is added), that the observation window
+itself competes like any other token, and that the average at the text's first tokens counts no
+zeros before them.
 """
 
 from __future__ import annotations

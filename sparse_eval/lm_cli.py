@@ -93,6 +93,10 @@ def main() -> int:
 
 
 def failed(line: str) -> int:
+    from tqdm import tqdm
+
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()  # ends its own line
     print(f"error: {line}", file=sys.stderr)
     return 1
 

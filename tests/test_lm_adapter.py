@@ -143,6 +143,14 @@ def test_stops_that_stop_nothing_are_as_in_hflm(tiny, stops):
     assert dense(tiny).generate_until(asked) == lm_of(HFLM, tiny).generate_until(asked)
 
 
+def test_a_prompt_that_is_nothing_but_question_is_refused(tiny):
+    lm = window(tiny, question_tokens=500)
+    likely = [Instance("loglikelihood", {}, (PROMPTS[0], " so"), 0)]
+    for ask in (lambda: lm.generate_until(generations()), lambda: lm.loglikelihood(likely)):
+        with pytest.raises(ValueError, match="500 question tokens leave no context"):
+            ask()
+
+
 def test_cutting_in_silence_is_refused(tiny):
     with pytest.raises(ValueError, match="cut prompts in silence"):
         window(tiny, truncation=True)

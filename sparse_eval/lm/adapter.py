@@ -143,11 +143,18 @@ class PolicyLM(HFLM):
         return [] if self.add_bos_token is False else leading_bos(self.tokenizer)
 
     def fitting(self, ids: list[int], room: int | None) -> list[int]:
-        """The last ids, a BOS kept; what does not fit is counted or refused."""
+        """The last ids, a BOS kept; what does not fit is counted or refused. Raises ValueError for
+        a prompt that is nothing but question."""
         if not room:
             return ids
         self.count_cut(len(ids), room)
-        return cut(ids, room, self.bos)
+        ids = cut(ids, room, self.bos)
+        if self.question_tokens and 1 < len(ids) <= self.question_tokens:
+            raise ValueError(
+                f"{self.question_tokens} question tokens leave no context to prefill in a prompt of "
+                f"{len(ids)} tokens"
+            )
+        return ids
 
     def count_cut(self, length: int, room: int) -> None:
         if length <= room:

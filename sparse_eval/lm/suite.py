@@ -105,7 +105,7 @@ def is_missing_data(error: BaseException | None) -> bool:
 
 def failed(name: str, error: Exception) -> Exception:
     """The error as one line. Missing packages are no fault of the configuration."""
-    if has_no_documents(error):
+    if empty_task(error):
         return ValueError(f"lm-eval task {name} has no documents")
     if type(error) is ValueError:  # said by the task itself
         line = first_words(error).removeprefix(f"{name}: ")
@@ -132,8 +132,9 @@ def naming(name: str, what: str) -> Iterator[None]:
 
 def told(error: Exception) -> str:
     """An error of foreign code in one line: its kind, the function that raised it, its message."""
-    if has_no_documents(error):
-        return "the task has no documents"
+    empty = empty_task(error)
+    if empty:
+        return f"lm-eval task {empty} has no documents"
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].name}" if frames else ""
     return f"{type(error).__name__}{where}: {first_words(error)}"
@@ -153,11 +154,14 @@ def first_document(error: Exception) -> str:
     return ""
 
 
-def has_no_documents(error: Exception) -> bool:
-    """Whether lm-eval was looking at the first document of a task that has none."""
-    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    found = [getattr(owner, "task_docs", None) for owner in owners]
-    return any(docs is not None and not len(docs) for docs in found)
+def empty_task(error: Exception) -> str:
+    """The task whose first document lm-eval was looking for where there is none, else ""."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner: Any = frame.f_locals.get("self")
+        docs = getattr(owner, "task_docs", None)
+        if docs is not None and not len(docs):
+            return str(owner.get_config("task"))
+    return ""
 
 
 def refuse_unsupported(name: str, task: Any) -> None:
