@@ -151,8 +151,8 @@ class PolicyLM(HFLM):
         ids = cut(ids, room, self.bos)
         if self.question_tokens and 1 < len(ids) <= self.question_tokens:
             raise ValueError(
-                f"{self.question_tokens} question tokens leave no context to prefill in a prompt of "
-                f"{len(ids)} tokens"
+                f"{self.question_tokens} question tokens leave no context to prefill in a prompt "
+                f"of {len(ids)} tokens"
             )
         return ids
 
