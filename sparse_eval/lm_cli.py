@@ -43,9 +43,11 @@ def bundled_tasks() -> Iterator[None]:
         def __init__(
             self, verbosity: Any = None, include_path: Any = None, *args: Any, **kwargs: Any
         ) -> None:
-            own = (
-                [include_path] if isinstance(include_path, str | Path) else [*(include_path or [])]
-            )
+            is_one = isinstance(include_path, str | Path)
+            own = [include_path] if is_one else [*(include_path or [])]
+            for folder in own:
+                if not Path(folder).is_dir():
+                    raise ValueError(f"--include_path must be a folder, got {str(folder)!r}")
             super().__init__(verbosity, [str(BUNDLED), *own], *args, **kwargs)
 
     original = lm_eval.tasks.TaskManager

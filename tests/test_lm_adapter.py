@@ -223,10 +223,13 @@ def test_rolling_and_the_response_cache_are_refused(tiny, tmp_path):
         CachingLM(dense(tiny), str(tmp_path / "answers.db"))
 
 
-def test_prompts_that_do_not_fit_are_counted_or_refused(tiny):
+def test_prompts_that_do_not_fit_are_counted_and_told_or_refused(tiny, caplog):
+    caplog.set_level(logging.WARNING, "lm_eval.sparse_eval")
     short = window(tiny, max_length=80)
     short.generate_until(generations())
     assert short.truncated == len(PROMPTS)
+    told = [record.getMessage() for record in caplog.records if "cut from" in record.getMessage()]
+    assert len(told) == len(PROMPTS) and told[-1].endswith(f"{len(PROMPTS)} so far")
     with pytest.raises(ValueError, match="does not fit"):
         window(tiny, max_length=80, strict=True).generate_until(generations())
 
@@ -257,6 +260,14 @@ def test_the_bundled_tasks_stand_beside_those_of_ones_own_folder(monkeypatch, ow
     assert command_line(monkeypatch, run, "run", "--tasks", "x") == 0
     assert "se_multikey" in found and ("tiny_say" in found) == (own is not None)
     assert lm_eval.tasks.TaskManager is before
+
+
+def test_a_folder_that_is_not_there_is_told(monkeypatch, capsys):
+    def run() -> None:
+        lm_eval.tasks.TaskManager(include_path="no/such/folder", include_defaults=False)
+
+    assert command_line(monkeypatch, run, "run") == 1
+    assert "--include_path must be a folder, got 'no/such" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ takes from one dense forward where no decode step happens, is fed token by token
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from sparse_eval.prompts import leading_bos
 from sparse_eval.trace import Trace
 
 NUM_PROMPT_QUERIES = 64
+
+log = logging.getLogger("lm_eval.sparse_eval")  # shown by lm-eval's command line
 
 
 @register_model("sparse_eval")
@@ -164,6 +167,10 @@ class PolicyLM(HFLM):
                 f"a prompt of {length} tokens does not fit into {room}, and strict=True"
             )
         self.truncated += 1
+        log.warning(
+            "a prompt of %d tokens does not fit into %d: cut from the left, %d so far",
+            *(length, room, self.truncated),
+        )
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """As HFLM. Raises ValueError for an answer that no prompt leaves room for, before any."""
