@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -369,6 +370,21 @@ def test_what_a_tasks_own_scoring_raises_names_the_task(tmp_path, process, told)
 def test_more_examples_than_there_are_documents_name_the_task(tmp_path):
     with pytest.raises(SharedFailed, match="tiny_shots cannot make its prompts: ValueError in"):
         task_of(tmp_path, "task.tasks=[tiny_shots]", "task.num_fewshot=500").parts  # noqa: B018
+
+
+def test_a_chance_that_is_no_number_names_the_task(tmp_path):
+    given = "task.metadata={max_length: 140, chance: high}"
+    with pytest.raises(SharedFailed, match="tiny_say: metadata chance must be .* got 'high'"):
+        task_of(tmp_path, "task.tasks=[tiny_say]", given).parts  # noqa: B018
+
+
+def test_prompts_that_are_others_each_time_are_told(tmp_path):
+    task = task_of(tmp_path, "task.tasks=[tiny_say]", "compare=[]", "budget=64", "task.gate.n=0")
+    numbers = itertools.count()
+    task.parts  # noqa: B018  (made once)
+    task.parts[0].task.config.doc_to_text = lambda doc: f"{doc['context']} {next(numbers)}"
+    with pytest.raises(SharedFailed, match="^lm-eval task tiny_say makes another prompt each time"):
+        rows_of(task, tmp_path)
 
 
 def test_a_task_without_documents_says_so(tmp_path):

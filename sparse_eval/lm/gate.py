@@ -76,7 +76,10 @@ def chance_of(task: Any, samples: Sequence[Sample]) -> float:
     stated = metadata.get("chance") if isinstance(metadata, dict) else None
     if stated is not None:
         if not is_finite(stated):
-            raise ValueError(f"metadata chance must be a number, got {stated!r}")
+            name = task.get_config("task")
+            raise ValueError(
+                f"lm-eval task {name}: metadata chance must be a number, got {stated!r}"
+            )
         return float(stated)
     if not is_higher_better(task):
         return NAN

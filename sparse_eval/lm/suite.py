@@ -124,8 +124,10 @@ def naming(name: str, what: str) -> Iterator[None]:
     """What a task's own code raises, an Exception of any kind, becomes a ValueError in one line."""
     try:
         yield
-    except (MemoryError, OSError, Unavailable, Told):
+    except (MemoryError, OSError, Unavailable):
         raise
+    except Told as error:
+        raise ValueError(str(error)) from error
     except Exception as error:
         raise ValueError(f"lm-eval task {name} cannot {what}: {told(error)}") from error
 

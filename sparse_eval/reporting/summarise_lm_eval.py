@@ -72,8 +72,9 @@ def summarise_lm_eval(rows: pd.DataFrame) -> pd.DataFrame:
         own = at(ranked, keys)
         line = dict(zip(CELL, keys, strict=True)) | read_of(part)
         line |= over_tasks(own, at(samples, keys)) if len(own) else {"tasks": 0, "n": 0}
-        if not part["is_dense"].all():
-            line |= worst_columns(at(passed, keys))
+        compared = at(passed, keys)
+        if len(compared) and not part["is_dense"].all():
+            line |= worst_columns(compared)
         lines.append(line)
     return pd.DataFrame(lines)
 

@@ -41,7 +41,7 @@ def mean_line(line: Mapping[str, Any]) -> list[str]:
         interval(line["difference"], line["low"], line["high"]) if line["tasks"] else "",
         line["worst_task"] if has_worst else "",
         interval(line["worst"], line["worst_low"], line["worst_high"]) if has_worst else "",
-        f"{line['below']:.0f}",
+        "" if math.isnan(line.get("below", math.nan)) else f"{line['below']:.0f}",
         last,
     ]
 

@@ -95,7 +95,6 @@ class LmEval(LiveTask):
 
     def _parts(self) -> Iterator[Part]:
         from sparse_eval.lm.gate import chance_of, is_higher_better, is_possible
-        from sparse_eval.lm.suite import naming
 
         config = self.config
         for name, task in self.suite.tasks.items():
@@ -104,8 +103,7 @@ class LmEval(LiveTask):
             own = range(count, count + config.gate.n)
             has_own = own.stop <= available
             samples = self._samples(name, task, range(count))
-            with naming(name, "say what guessing scores"):
-                chance = chance_of(task, samples)
+            chance = chance_of(task, samples)
             better = is_higher_better(task)
             possible = is_possible(name, chance, config.gate, higher_is_better=better)
             on = ("own" if has_own else "measured") if possible else "none"
