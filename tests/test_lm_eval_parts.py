@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from sparse_eval.cli.settings import resolve
 from sparse_eval.lm import names
 from sparse_eval.lm.config import FloorConfig, lm_config
 from sparse_eval.lm.gate import chance_of, is_higher_better, is_possible, judge
+from sparse_eval.lm.requests import generation
 from sparse_eval.lm.scoring import Metric
 from sparse_eval.lm.texts import TextSide, context_end, cut, until_stop
 from sparse_eval.prefill import prefill
@@ -113,6 +115,40 @@ def test_spaces_before_a_continuation_belong_to_it():
     context, continuation = side.pair("one ", "two")
     assert side.text(context) == "one" and side.text(continuation) == " two"
     assert side.pair("", "two")[0] == [1]
+
+
+def test_a_tokenizer_without_bos_and_eos_is_no_obstacle():
+    side = TextSide(copy.deepcopy(tiny_loaded("tiny_qwen2").tokenizer))
+    plain = side.ids("some words")
+    side.tokenizer.bos_token = side.tokenizer.eos_token = None
+    assert side.ids("some words") == plain and side.pair("some", " words")[1]
+    assert generation({"until": ["q"], "max_gen_toks": 3}, config_of(), side) == (("q",), 3)
+    with pytest.raises(ValueError, match="needs a tokenizer with a BOS or an EOS"):
+        side.pair("", "words")
+
+
+def test_spaces_alone_before_a_continuation_are_its_own():
+    side = TextSide(tiny_loaded("tiny_llama").tokenizer)
+    assert side.pair("  ", "two") == ([1], side.ids("  two")[1:])
+    with pytest.raises(ValueError, match="must have a token"):
+        TextSide(tiny_loaded("tiny_qwen2").tokenizer).pair("  ", "two")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "told"),
+    [
+        ({"until": {"a": 1}}, "until must be"),
+        ({"until": [3]}, "until must be"),
+        ({"max_gen_toks": 0}, ">= 1, got 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be an integer >= 1"),
+        ({"num_beams": 4}, "num_beams"),
+    ],
+)
+def test_generation_that_cannot_be_is_one_line(kwargs, told):
+    side = TextSide(tiny_loaded("tiny_llama").tokenizer)
+    with pytest.raises(ValueError, match=told):
+        generation(kwargs, config_of(), side)
+    assert generation({"num_beams": 1, "max_gen_toks": 5}, config_of(), side) == (("<eos>",), 5)
 
 
 def test_cutting_keeps_the_bos_and_the_end():

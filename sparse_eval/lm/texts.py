@@ -24,14 +24,15 @@ class TextSide:
         return leading_bos(self.tokenizer)
 
     @property
-    def prefix_id(self) -> int:
-        """What stands for an empty context."""
+    def prefix_id(self) -> int | None:
+        """What stands for an empty context. None: the tokenizer has neither BOS nor EOS."""
         bos = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if bos is None else bos
 
     @cached_property
-    def eos_text(self) -> str:
-        return self.tokenizer.decode([self.tokenizer.eos_token_id], skip_special_tokens=False)
+    def eos_text(self) -> str | None:
+        eos = self.tokenizer.eos_token_id
+        return None if eos is None else self.raw_text([eos])
 
     def ids(self, text: str) -> list[int]:
         """Special tokens are added unless the text opens with a BOS of its own."""
@@ -40,14 +41,16 @@ class TextSide:
         return found
 
     def _special(self, text: str) -> dict[str, bool]:
-        opening = self.tokenizer.decode([self.prefix_id], skip_special_tokens=False)
-        return {"add_special_tokens": False} if text.startswith(opening) else {}
+        opens = self.prefix_id is not None and text.startswith(self.raw_text([self.prefix_id]))
+        return {"add_special_tokens": False} if opens else {}
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a context and of what follows it, cut where the context's own ids end; spaces at
         its end belong to what follows."""
         if not context:
             found = self.tokenizer.encode(continuation, add_special_tokens=False)
+            if self.prefix_id is None:
+                raise ValueError("an empty context needs a tokenizer with a BOS or an EOS")
             opens = found[:1] == [self.prefix_id]
             return (found[:1], found[1:]) if opens else ([self.prefix_id], found)
         first = self.ids(context.rstrip())
