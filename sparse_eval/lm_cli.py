@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,28 @@ def check_words(words: Sequence[str]) -> None:
         word.split("=", 1) for word in words if "=" in word
     )
     asked = given.get("--cache_requests")
+    if asked is None:
+        asked = cached_by_file(given.get("--config") or given.get("-C"))
     if asked not in (None, "delete"):
         raise ValueError(
             f"--cache_requests {asked} is refused: lm-eval's cache of prompts knows no --metadata "
             "and would hand out those of another length or seed; delete is accepted"
         )
+
+
+def cached_by_file(path: str | None) -> Any:
+    """What a --config file says of cache_requests: the word, or "true" of lm-eval's own flags."""
+    import yaml
+
+    try:
+        config = yaml.safe_load(Path(path or "").read_text()) if path else None
+    except (OSError, yaml.YAMLError):
+        return None  # lm-eval tells
+    asked = config.get("cache_requests") if isinstance(config, Mapping) else None
+    if isinstance(asked, Mapping):
+        wanted = asked.get("cache_requests") or asked.get("rewrite_requests_cache")
+        return "true" if wanted else None
+    return asked or None
 
 
 def main() -> int:

@@ -297,11 +297,18 @@ def test_whatever_a_task_or_lm_eval_raises_is_one_line(monkeypatch, capsys, erro
         (["--cache_requests", "true"], 1),
         (["--cache_requests=refresh"], 1),
         (["--cache_requests", "delete"], 0),
+        (["--config", "cache_requests: true"], 1),
+        (["--config", "cache_requests: {cache_requests: true}"], 1),
+        (["-C", "cache_requests: {delete_requests_cache: true}"], 0),
+        (["--config", "tasks: [x]"], 0),
         (["--tasks", "x"], 0),
     ],
 )
-def test_lm_evals_cache_of_prompts_is_refused(monkeypatch, capsys, words, code):
+def test_lm_evals_cache_of_prompts_is_refused(monkeypatch, capsys, tmp_path, words, code):
     """It is keyed by a task's name alone: another --metadata max_length would get old prompts."""
+    if words[0] in ("--config", "-C"):
+        (tmp_path / "config.yaml").write_text(words[1])
+        words = [words[0], str(tmp_path / "config.yaml")]
     assert command_line(monkeypatch, lambda: None, "run", *words) == code
     assert ("knows no --metadata" in capsys.readouterr().err) == bool(code)
 
