@@ -127,8 +127,9 @@ class Policy(ABC, Generic[StateT]):
         """State for the cache as it stands: call.lengths_B live tokens per row, newest included.
 
         prompt_queries_BWHD: the queries of the last W tokens, the newest last; a row of fewer
-        tokens holds garbage in front. Rows that share one cache are steps of one sequence, the
-        first of which ends the prompt: one set of prompt queries for all."""
+        tokens holds garbage in front, and W is less where every row is short. Rows that share one
+        cache are steps of one sequence, the first of which ends the prompt: one set of prompt
+        queries for all."""
         return State()  # type: ignore[return-value]
 
     def extend(self, state: StateT, call: AttentionCall) -> None:  # noqa: B027

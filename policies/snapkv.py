@@ -1,10 +1,11 @@
 """SnapKV: keep what the last prompt queries attended to, chosen once, then fixed.
 
 Source: Li et al. 2024, https://arxiv.org/abs/2404.14469. Tokens are scored by the softmax mass the
-last `window` prompt queries gave them, pooled over neighbours; a page by the sum of its tokens. At
-page_size 1 these are the published scores, except that a GQA group shares its choice (the mass of
-its heads is added), that the observation window itself competes like any other token, and that the
-average at the text's first tokens counts no zeros before them.
+last `window` prompt queries (all of them, where a prompt has fewer) gave them, pooled over
+neighbours; a page by the sum of its tokens. At page_size 1 these are the published scores, except
+that a GQA group shares its choice (the mass of its heads is added), that the observation window
+itself competes like any other token, and that the average at the text's first tokens counts no
+zeros before them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SnapKVState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy[SnapKVState]):
-    window: int = 32  # prompt queries that vote
+    window: int = 32  # prompt queries that vote, at most
     kernel_size: int = 5  # tokens pooled, odd; 1: no pooling
     pooling: str = "avg"
     action: ClassVar[Literal["evict"]] = "evict"
@@ -64,11 +65,9 @@ class SnapKV(Policy[SnapKVState]):
         check_one_of("pooling", self.pooling, tuple(POOLING))
 
     def init(self, call: AttentionCall, prompt_queries_BWHD: Tensor | None = None) -> SnapKVState:
-        given = 0 if prompt_queries_BWHD is None else prompt_queries_BWHD.shape[1]
-        if prompt_queries_BWHD is None or given < self.window:
-            raise ValueError(f"SnapKV needs the last {self.window} prompt queries, got {given}")
         call = prompt_call(call)
-        mass_BGN = self.pooled(voted_mass(call, prompt_queries_BWHD[:, -self.window :]))
+        votes_BWHD = self.voters(call, prompt_queries_BWHD)
+        mass_BGN = self.pooled(voted_mass(call, votes_BWHD))
         mass_BGN = pad(mass_BGN, (0, -mass_BGN.shape[-1] % self.page_size))
         score_BGP = mass_BGN.unflatten(2, (-1, self.page_size)).sum(-1)
         page = torch.arange(score_BGP.shape[-1], device=call.device)
@@ -77,6 +76,19 @@ class SnapKV(Policy[SnapKVState]):
         state = SnapKVState(score_BGP.masked_fill(unscored[:, None], SnapKVState.blank))
         state.grow(num_pages_of(call.capacity, self.page_size))
         return state
+
+    def voters(self, call: AttentionCall, prompt_queries_BWHD: Tensor | None) -> Tensor:
+        """The last `window` prompt queries; every one where the longest row has no more."""
+        given = 0 if prompt_queries_BWHD is None else prompt_queries_BWHD.shape[1]
+        if given < self.window:
+            longest = int(call.lengths_B.max())
+            if not given or given < longest:
+                raise ValueError(
+                    f"SnapKV needs the last {self.window} prompt queries (of a shorter prompt, "
+                    f"all), got {given} for {longest} tokens"
+                )
+        assert prompt_queries_BWHD is not None
+        return prompt_queries_BWHD[:, -self.window :]
 
     def pooled(self, mass_BGN: Tensor) -> Tensor:
         """Over the neighbours that exist: none before token 0, unwritten ones behind count as 0."""

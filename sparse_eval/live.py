@@ -313,13 +313,13 @@ class Live:
             if need > have:
                 state.grow(max(need, have + num_pages_of(HEADROOM_TOKENS, self.policy.page_size)))
 
-    def _queries(self, layer: int, q_BHD: Tensor) -> Tensor | None:
+    def _queries(self, layer: int, q_BHD: Tensor) -> Tensor:
         """The last prompt queries, the current one included: [B, W, H, D]."""
         before = self.tails.get(layer)
         if before is None and self.prompt_queries is not None:
             given = self.prompt_queries[layer]
             before = given if given.ndim == 4 else given.expand(q_BHD.shape[0], -1, -1, -1)
-        return None if before is None else torch.cat([before, q_BHD[:, None]], 1)
+        return q_BHD[:, None] if before is None else torch.cat([before, q_BHD[:, None]], 1)
 
     def _select(self, call: AttentionCall, state: State) -> Selection:
         """The policy's choice, noted; a layer's first also tells which state it costs to read."""

@@ -6,10 +6,16 @@ lm-eval's. The bundled tasks are on its path; pretrained takes names of conf/mod
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+log = logging.getLogger("lm_eval")
 NAMED = re.compile(r"""(?<![\w.])(pretrained"?\s*[=:]\s*"?)([\w.-]+)(?=["',}\s]|$)""")
 """`pretrained` in model_args, as words with commas or as JSON, and a value without a slash."""
 
@@ -26,23 +32,92 @@ def with_folders(word: str) -> str:
     )
 
 
+@contextlib.contextmanager
+def bundled_tasks() -> Iterator[None]:
+    """lm-eval's index holds the bundled tasks too, beside its own and those of --include_path."""
+    import lm_eval.tasks
+
+    from sparse_eval.lm.names import BUNDLED
+
+    class WithBundled(lm_eval.tasks.TaskManager):
+        def __init__(
+            self, verbosity: Any = None, include_path: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            is_one = isinstance(include_path, str | Path)
+            own = [include_path] if is_one else [*(include_path or [])]
+            for folder in own:
+                if not Path(folder).is_dir():
+                    raise ValueError(f"--include_path must be a folder, got {str(folder)!r}")
+            super().__init__(verbosity, [str(BUNDLED), *own], *args, **kwargs)
+
+    original = lm_eval.tasks.TaskManager
+    lm_eval.tasks.TaskManager = WithBundled  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        lm_eval.tasks.TaskManager = original  # type: ignore[misc]
+
+
+def check_words(words: Sequence[str]) -> None:
+    """ValueError for lm-eval's cache of prompts, which is not keyed by --metadata: another
+    max_length, seed or tokenizer would get the old prompts."""
+    given = dict(zip(words, [*words[1:], ""], strict=True)) | dict(
+        word.split("=", 1) for word in words if "=" in word
+    )
+    asked = given.get("--cache_requests")
+    if asked is None:
+        asked = cached_by_file(given.get("--config") or given.get("-C"))
+    if asked not in (None, "delete"):
+        raise ValueError(
+            f"--cache_requests {asked} is refused: lm-eval's cache of prompts knows no --metadata "
+            "and would hand out those of another length or seed; delete is accepted"
+        )
+
+
+def cached_by_file(path: str | None) -> Any:
+    """What a --config file says of cache_requests: the word, or "true" of lm-eval's own flags."""
+    import yaml
+
+    try:
+        config = yaml.safe_load(Path(path or "").read_text()) if path else None
+    except (OSError, yaml.YAMLError):
+        return None  # lm-eval tells
+    asked = config.get("cache_requests") if isinstance(config, Mapping) else None
+    if isinstance(asked, Mapping):
+        wanted = asked.get("cache_requests") or asked.get("rewrite_requests_cache")
+        return "true" if wanted else None
+    return asked or None
+
+
 def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from lm_eval.__main__ import cli_evaluate
 
     import sparse_eval.lm.adapter  # noqa: F401  (registers the model with lm-eval)
-    from sparse_eval.lm.suite import BUNDLED
+    from sparse_eval.lm.suite import told
 
-    given = {word.partition("=")[0] for word in sys.argv[1:]}
-    if "--include_path" not in given and {"run", "--tasks"} & given:
-        sys.argv += ["--include_path", str(BUNDLED)]
     try:
+        check_words(sys.argv[1:])
         sys.argv[1:] = [with_folders(word) for word in sys.argv[1:]]
-        cli_evaluate()
+        with bundled_tasks():
+            cli_evaluate()
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        line = " ".join(str(error).split()) or type(error).__name__
+        is_name = line.startswith("Tasks not found")
+        return failed(f"{line}; `ls tasks` lists them all" if is_name else line)
+    except Exception as error:  # of a task's own code, or of lm-eval's, which may raise anything
+        log.debug("the traceback", exc_info=True)
+        return failed(f"{told(error)}; LMEVAL_LOG_LEVEL=DEBUG shows where")
     return 0
+
+
+def failed(line: str) -> int:
+    from tqdm import tqdm
+
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()  # ends its own line
+    print(f"error: {line}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

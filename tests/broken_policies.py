@@ -329,6 +329,15 @@ class SecretlyLooksAtTheQuery(SnapKV):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WantsAllItsVotes(SnapKV):
+    promise: ClassVar[str] = "short prompts give all their queries"
+
+    def init(self, call, prompt_queries_BWHD=None):
+        assert prompt_queries_BWHD.shape[1] >= self.window
+        return super().init(call, prompt_queries_BWHD)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BringsPagesBack(Quest):
     promise: ClassVar[str] = "evicted pages stay away"
     action: ClassVar[Literal["evict"]] = "evict"

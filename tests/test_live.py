@@ -131,6 +131,28 @@ def test_prompt_queries_from_outside_are_those_seen_inside(llama):
     assert tokens == generated
 
 
+@pytest.mark.parametrize("length", [1, 2, 20])
+def test_of_a_prompt_shorter_than_its_window_a_policy_sees_all(llama, length):
+    ids, new = random_ids(length), {**NEW, "max_new_tokens": 40, "min_new_tokens": 40}
+    answers = []
+    for window in (32, length):
+        policy = SnapKV(page_size=4, window=window)
+        with patched(llama, policy, budget=20, dense_layers=[0]) as trace:
+            answers.append(llama.generate(ids, **new).tolist())
+    assert answers[0] == answers[1] and trace.density < 0.9
+
+
+def test_prompt_queries_that_were_dropped_are_no_short_prompt(llama):
+    ids = random_ids(50)[0]
+    filled = prefill(llama, ids, num_prompt_queries=10)
+    for given, num in ((filled.prompt_queries, 10), (None, 1)):
+        with (
+            pytest.raises(ValueError, match=f"got {num} for 50 tokens"),
+            patched(llama, SnapKV(), budget=64, dense_layers=[0], prompt_queries=given),
+        ):
+            decode_step(llama, filled.fork(), int(ids[-1]))
+
+
 def test_question_protocol_makes_the_questions_tokens_sparse(llama):
     ids = random_ids(120)
     seen = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -12,12 +13,15 @@ import torch
 from sparse_eval import lm_cli, models
 from sparse_eval.cli.compose import Composer
 from sparse_eval.cli.settings import resolve
-from sparse_eval.lm import suite
-from sparse_eval.lm.config import lm_config
+from sparse_eval.lm import names
+from sparse_eval.lm.config import FloorConfig, lm_config
+from sparse_eval.lm.gate import chance_of, is_higher_better, is_possible, judge
+from sparse_eval.lm.requests import generation
+from sparse_eval.lm.scoring import Metric
 from sparse_eval.lm.texts import TextSide, context_end, cut, until_stop
 from sparse_eval.prefill import prefill
 from sparse_eval.reporting.scores import difference, verdict
-from sparse_eval.reporting.summarise_lm_eval import shares_of, worst_of
+from sparse_eval.reporting.summarise_lm_eval import shares_of, worst_columns, worst_of
 from tests.tiny import random_ids, tiny_loaded
 
 NAN = float("nan")
@@ -55,6 +59,7 @@ def test_made_tasks_hear_how_many_documents_and_which_format():
         (["task.include_path=/no/such/folder"], "must be a folder"),
         (["task.gate.margin=0"], "task.gate.margin"),
         (["task.gate.floors={a: high}"], "task.gate.floors"),
+        (["task.gate.floors={a: nan}"], "task.gate.floors"),
         (["task.metadata={max_seq_lengths: [64]}"], ">= 1024"),
         (["task.batch_size=0"], "task.batch_size"),
         (["protocol=question", "protocol.question_tokens=0"], "protocol.question_tokens"),
@@ -67,14 +72,14 @@ def test_a_bad_setting_is_one_line_before_a_model_loads(words, told):
 
 
 def test_an_unknown_task_is_told_with_the_nearest_names(monkeypatch):
-    bundled = suite.manager((str(suite.BUNDLED),), False)
-    monkeypatch.setattr(suite, "manager", lambda *_: bundled)  # lm-eval's own take seconds to list
+    bundled = names.manager((str(names.BUNDLED),), False)
+    monkeypatch.setattr(names, "manager", lambda *_: bundled)  # lm-eval's own take seconds to list
     with pytest.raises(ValueError, match="no task 'se_needle_wrod'; did you mean se_needle_word"):
-        suite.index_for(["se_needle_passcode", "se_needle_wrod"], ())
+        names.index_for(["se_needle_passcode", "se_needle_wrod"], ())
 
 
 def test_lm_evals_own_tasks_are_found_without_reading_all_of_them():
-    found = suite.index_for(["ruler_vt", "se_needle_word", "longbench"], ())
+    found = names.index_for(["ruler_vt", "se_needle_word", "longbench"], ())
     assert {"ruler_vt", "se_needle_word", "longbench_qasper"} <= set(found.all_tasks)
     assert len(found.all_tasks) < 500
 
@@ -110,6 +115,40 @@ def test_spaces_before_a_continuation_belong_to_it():
     context, continuation = side.pair("one ", "two")
     assert side.text(context) == "one" and side.text(continuation) == " two"
     assert side.pair("", "two")[0] == [1]
+
+
+def test_a_tokenizer_without_bos_and_eos_is_no_obstacle():
+    side = TextSide(copy.deepcopy(tiny_loaded("tiny_qwen2").tokenizer))
+    plain = side.ids("some words")
+    side.tokenizer.bos_token = side.tokenizer.eos_token = None
+    assert side.ids("some words") == plain and side.pair("some", " words")[1]
+    assert generation({"until": ["q"], "max_gen_toks": 3}, config_of(), side) == (("q",), 3)
+    with pytest.raises(ValueError, match="needs a tokenizer with a BOS or an EOS"):
+        side.pair("", "words")
+
+
+def test_spaces_alone_before_a_continuation_are_its_own():
+    side = TextSide(tiny_loaded("tiny_llama").tokenizer)
+    assert side.pair("  ", "two") == ([1], side.ids("  two")[1:])
+    with pytest.raises(ValueError, match="must have a token"):
+        TextSide(tiny_loaded("tiny_qwen2").tokenizer).pair("  ", "two")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "told"),
+    [
+        ({"until": {"a": 1}}, "until must be"),
+        ({"until": [3]}, "until must be"),
+        ({"max_gen_toks": 0}, ">= 1, got 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be an integer >= 1"),
+        ({"num_beams": 4}, "num_beams"),
+    ],
+)
+def test_generation_that_cannot_be_is_one_line(kwargs, told):
+    side = TextSide(tiny_loaded("tiny_llama").tokenizer)
+    with pytest.raises(ValueError, match=told):
+        generation(kwargs, config_of(), side)
+    assert generation({"num_beams": 1, "max_gen_toks": 5}, config_of(), side) == (("<eos>",), 5)
 
 
 def test_cutting_keeps_the_bos_and_the_end():
@@ -187,7 +226,6 @@ def test_rulers_lengths_that_a_document_has_not_are_no_scores():
 
 def test_a_score_that_is_no_mean_of_its_documents_is_not_compared_by_them():
     """lm-eval keeps a log-likelihood a document where the task's score is their perplexity."""
-    from sparse_eval.lm.gate import judge
     from sparse_eval.lm.scoring import metrics_of
 
     class Task:
@@ -205,13 +243,75 @@ def test_a_score_that_is_no_mean_of_its_documents_is_not_compared_by_them():
     told = verdict(nothing, nothing.p, gated=False, higher_is_better=False)
     assert told == "not ranked: its score is no mean over documents"
     for floor, gated in ((20.0, True), (50_000.0, False)):
-        config = config_of(f"task.gate.floors={{lambada: {floor}}}").gate
-        gate = judge("lambada", 0.0, perplexity, "own", config)
+        config = gate_config("lambada", floor)
+        gate = judge("lambada", NAN, perplexity, "own", config, higher_is_better=False)
         assert (gate.gated, gate.n, gate.value) == (gated, 20, perplexity.value)
+        assert (gate.floor, gate.lower) == (floor, perplexity.value)
+
+
+def gate_config(task: str, floor: float | None, n: int = 10) -> FloorConfig:
+    return FloorConfig(0.1, {} if floor is None else {task: floor}, n, 0.95)
+
+
+def shares(wrong: int, of: int, *, higher_is_better: bool) -> Metric:
+    values = {i: float(i < wrong) for i in range(of)}
+    return Metric("error", wrong / of, NAN, values, higher_is_better, True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "floor", "chance", "gated"),
+    [
+        (0, 0.3, NAN, False),
+        (5, 0.3, NAN, True),
+        (20, 0.3, NAN, True),  # always wrong: a floor from below would let it pass
+        (0, None, 0.5, False),  # at most chance less the margin
+        (10, None, 0.5, True),
+        (0, None, NAN, True),  # nothing says what guessing scores
+    ],
+)
+def test_a_score_that_is_better_when_lower_must_stay_below_its_floor(wrong, floor, chance, gated):
+    config = gate_config("task", floor)
+    metric = shares(wrong, 20, higher_is_better=False)
+    gate = judge("task", chance, metric, "own", config, higher_is_better=False)
+    assert gate.gated == gated and gate.lower >= gate.value
+    told = gate.line
+    assert ("upper bound" in told and "at most" in told) or "task.gate.floors" in told
+    mirrored = judge("task", 0.0, shares(20 - wrong, 20, higher_is_better=True), "own", config)
+    assert gate.lower == pytest.approx(1 - mirrored.lower)
+
+
+@pytest.mark.parametrize(("chance", "possible"), [(0.5, True), (0.3, False), (NAN, False)])
+def test_an_error_rate_no_record_could_make_good_asks_no_gate_documents(chance, possible):
+    """Ten of ten right bound an error rate by 0.21."""
+    config = gate_config("task", None)
+    assert is_possible("task", chance, config, higher_is_better=False) == possible
+    assert is_possible("task", 1 - chance, config, higher_is_better=True) == possible
+
+
+def test_scores_of_no_known_range_say_how_to_give_them_a_floor():
+    rouge = Metric("rouge", 31.0, NAN, dict.fromkeys(range(4), 31.0), True, True)
+    gate = judge("task", 0.0, rouge, "own", gate_config("task", None))
+    assert gate.gated and "task.gate.floors" in gate.line
+    assert not judge("task", 0.0, rouge, "own", gate_config("task", 30.0)).gated
+
+
+def test_the_first_metric_says_which_way_a_task_is_better():
+    class Task:
+        def __init__(self, *listed: tuple[str, bool]) -> None:
+            self.listed = dict(listed)
+
+        def get_config(self, key: str) -> Any:
+            return [{"metric": name} for name in self.listed] if key == "metric_list" else None
+
+        def higher_is_better(self) -> dict[str, bool]:
+            return dict(reversed(self.listed.items()))
+
+    assert is_higher_better(Task(("acc", True), ("loss", False)))
+    assert not is_higher_better(Task(("loss", False), ("acc", True)))
+    assert math.isnan(chance_of(Task(("loss", False)), []))
 
 
 def test_choices_asked_without_the_prompt_are_no_further_choices():
-    from sparse_eval.lm.gate import chance_of
     from sparse_eval.lm.requests import Ask, Sample
     from sparse_eval.lm.results import said
 
@@ -221,6 +321,9 @@ def test_choices_asked_without_the_prompt_are_no_further_choices():
         def get_config(self, key: str) -> Any:
             metrics = [{"metric": "acc"}, {"metric": "acc_mutual_info"}]
             return metrics if key == "metric_list" else None
+
+        def higher_is_better(self) -> dict[str, bool]:
+            return {"acc": True, "acc_mutual_info": True}
 
     asks = tuple(Ask((1, 2), 1, 0, "", continuation=(3,)) for _ in range(2 * 4))
     assert chance_of(Task(), [Sample(0, asks, "0")]) == pytest.approx(1 / 4)
@@ -250,6 +353,37 @@ def test_verdicts():
     assert verdict(same, 1.0, **higher) == "not inferior (0.1)"
     assert verdict(few, few.p, **higher) == "not ranked: n = 3"
     assert verdict(worse, NAN, gated=True, higher_is_better=True) == "not ranked: dense gate"
+
+
+def test_a_verdict_turns_with_the_direction_of_its_score():
+    """An error rate differs as an accuracy does, its sign turned: the same is said of both."""
+    for right, kept in ((10, 0), (10, 4), (10, 9), (10, 10), (0, 10)):
+        dense = [1.0] * right + [0.0] * (40 - right) + [1.0] * 40
+        sparse = [1.0] * kept + [0.0] * (40 - kept) + [1.0] * 40
+        found = difference(dense, sparse)
+        turned = difference([1 - x for x in dense], [1 - x for x in sparse])
+        assert turned.high_90 == pytest.approx(-found.low_90)
+        for p in (found.p, 0.5):
+            told = verdict(found, p, gated=False, higher_is_better=True)
+            assert verdict(turned, p, gated=False, higher_is_better=False) == told
+
+
+def test_the_worst_task_and_those_below_may_be_better_when_lower():
+    columns = ["lm_task", "value", "dense_value", "difference", "difference_low", "difference_high"]
+    columns += ["higher_is_better", "verdict"]
+    passed = pd.DataFrame(
+        [
+            ("acc", 0.6, 0.7, -0.1, -0.2, 0.0, True, "no difference resolved"),
+            ("errors", 0.5, 0.1, 0.4, 0.2, 0.5, False, "below dense"),
+            ("words", 1e6, 20.0, 1e6, NAN, NAN, False, "below dense"),
+        ],
+        columns=columns,
+    )
+    found = worst_columns(passed)
+    assert found["below"] == 2 and found["worst_task"] == "errors"
+    assert (found["worst"], found["worst_low"], found["worst_high"]) == (-0.4, -0.5, -0.2)
+    assert worst_columns(passed[:1])["worst_task"] == "acc"
+    assert worst_columns(passed[2:]) == {"below": 1}
 
 
 def test_only_scores_that_are_shares_enter_the_mean_over_tasks():

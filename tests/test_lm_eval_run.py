@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -22,6 +23,7 @@ from sparse_eval.cli.settings import resolve
 from sparse_eval.lm import cell, suite
 from sparse_eval.lm.requests import generation, instances_of
 from sparse_eval.lm.results import Answered
+from sparse_eval.reporting.compare import compare
 from sparse_eval.results import CellStore, load
 from sparse_eval.tasks.live_task import Arm, arms_of
 from sparse_eval.tasks.lm_eval import LmEval, suspicions
@@ -315,6 +317,82 @@ def test_the_question_is_sparse_too(done, tmp_path):
     assert window != dict(old.set_index("sample")["output"])
 
 
+def test_contexts_shorter_than_a_policys_window(tmp_path):
+    """Five bytes before the first question, the first of whose tokens already selects."""
+    options = ("task.tasks=[tiny_say,tiny_choice]", "protocol=question", "policy=snapkv")
+    short = ("task.metadata={max_length: 5}", "page_size=4", "budget=24", "task.gate.n=0")
+    task = task_of(tmp_path, *options, *short)
+    assert min(sample.asks[0].num_cached for sample in task.parts[0].samples) < 10
+    rows = [row for row in rows_of(task, tmp_path) if row["policy"] == "snapkv"]
+    assert len([row for row in rows if row["role"] == "sample"]) == 2 * 4
+    assert all(0.2 < row["density"] < 0.95 for row in rows if row["role"] == "task")
+
+
+@pytest.mark.parametrize("compare", ["[]", "[full]"])
+def test_dense_alone_is_a_run_too(tmp_path, compare, capsys):
+    options = ("task.tasks=[tiny_say,tiny_choice]", "policy=full", f"compare={compare}")
+    run(settings_of(tmp_path / "cache", *options), tmp_path / "run", ["task=lm_eval"])
+    (headline,) = json.loads((tmp_path / "run" / "summary.json").read_text())["headline"]
+    assert [line["policy"] for line in headline["table"]] == ["full"]
+    assert [line["verdict"] for line in headline["tasks"]] == ["dense", "dense"]
+    assert "tiny_choice" in (tmp_path / "run" / "report.html").read_text()
+    assert "full all" in capsys.readouterr().out
+
+
+def test_two_runs_are_compared_by_which_way_a_score_is_better(done):
+    rows = load(done[0])
+    here = rows[(rows["policy"] == "window") & (rows["lm_task"] == "tiny_say")]
+    better = here.assign(value=here["value"] + 1)
+    (*_, line) = compare(here, better, {}, {}).results["better"]
+    assert line == "B"
+    flags = here["higher_is_better"].where(here["role"] != "task", False)
+    turned = here.assign(higher_is_better=flags)
+    (*_, line) = compare(turned, better, {}, {}).results["better"]
+    assert line == "A"
+
+
+@pytest.mark.parametrize(
+    ("process", "told"),
+    [
+        (lambda doc, results: {"low": 1 / 0}, "ZeroDivisionError in <lambda>: division by zero"),
+        (lambda doc, results: {"low": "good"}, "TypeError in mean"),
+        (lambda doc, results: {}, "has no metric that is a number"),
+    ],
+)
+def test_what_a_tasks_own_scoring_raises_names_the_task(tmp_path, process, told):
+    task = task_of(tmp_path, "task.tasks=[tiny_say]", "compare=[]", "budget=64", "task.gate.n=0")
+    task.parts[0].task.config.process_results = process
+    with pytest.raises(SharedFailed, match=f"^lm-eval task tiny_say .*{told}") as caught:
+        rows_of(task, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_examples_than_there_are_documents_name_the_task(tmp_path):
+    with pytest.raises(SharedFailed, match="tiny_shots cannot make its prompts: ValueError in"):
+        task_of(tmp_path, "task.tasks=[tiny_shots]", "task.num_fewshot=500").parts  # noqa: B018
+
+
+def test_a_chance_that_is_no_number_names_the_task(tmp_path):
+    given = "task.metadata={max_length: 140, chance: high}"
+    with pytest.raises(SharedFailed, match="tiny_say: metadata chance must be .* got 'high'"):
+        task_of(tmp_path, "task.tasks=[tiny_say]", given).parts  # noqa: B018
+
+
+def test_prompts_that_are_others_each_time_are_told(tmp_path):
+    task = task_of(tmp_path, "task.tasks=[tiny_say]", "compare=[]", "budget=64", "task.gate.n=0")
+    numbers = itertools.count()
+    task.parts  # noqa: B018  (made once)
+    task.parts[0].task.config.doc_to_text = lambda doc: f"{doc['context']} {next(numbers)}"
+    with pytest.raises(SharedFailed, match="^lm-eval task tiny_say makes another prompt each time"):
+        rows_of(task, tmp_path)
+
+
+def test_a_task_without_documents_says_so(tmp_path):
+    given = "task.metadata={max_length: 140, num_samples: 0}"
+    with pytest.raises(SharedFailed, match="task tiny_say has no documents"):
+        task_of(tmp_path, "task.tasks=[tiny_say]", given).parts  # noqa: B018
+
+
 def test_tasks_without_a_question_of_their_own_need_its_length(tmp_path):
     task = task_of(tmp_path, "task.tasks=[tiny_plain]", "protocol=question")
     with pytest.raises(SharedFailed, match="protocol.question_tokens=K"):
@@ -332,9 +410,10 @@ def test_a_cut_prompt_keeps_its_question_and_some_context(tmp_path):
 
 
 def test_a_limit_for_a_task_that_is_not_run_is_an_error(tmp_path):
-    task = task_of(tmp_path, "task.tasks=[tiny_group]", "task.limit={tiny_choise: 2}")
-    with pytest.raises(SharedFailed, match="tiny_choise is not one of the tasks: tiny_always"):
-        task.parts  # noqa: B018
+    told = "tiny_choise is not one of the tasks: tiny_always, tiny_choice; did you mean tiny_choice"
+    for key in ("task.limit", "task.gate.floors"):
+        with pytest.raises(ValueError, match=f"{key}: {told}"):
+            settings_of(tmp_path, "task.tasks=[tiny_group]", f"{key}={{tiny_choise: 2}}")
 
 
 def test_a_hub_task_without_a_network_fails_at_once(tmp_path, monkeypatch):

@@ -491,5 +491,16 @@ def test_snapkv_keeps_what_the_prompt_looked_at_and_drops_what_came_later():
 def test_snapkv_without_enough_prompt_queries_is_refused():
     call = batch_call([random_text(50)], [50])
     for queries, given in ((None, 0), (prompt_queries([random_text(50)], [50])[:, -20:], 20)):
-        with pytest.raises(ValueError, match=f"needs the last 32 prompt queries, got {given}"):
+        with pytest.raises(
+            ValueError, match=f"last 32 prompt queries .*, got {given} for 50 tokens"
+        ):
             SnapKV().init(call, queries)
+
+
+@pytest.mark.parametrize("length", [1, 7, 31])
+def test_of_a_prompt_shorter_than_the_window_every_query_votes(length):
+    text = random_text(31)
+    call, queries = batch_call([text], [length]), prompt_queries([text], [length])
+    all_given = SnapKV(page_size=4, window=length).init(call, queries)
+    few_given = SnapKV(page_size=4).init(call, queries[:, -length:])
+    assert torch.equal(few_given.score_BGP, all_given.score_BGP)

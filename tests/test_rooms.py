@@ -26,7 +26,7 @@ LIBRARIES = {
     },
     "hydra": {"app", "compose", "pack", "settings", "__main__"},
     "wandb": {"wandb_run", "wandb_service"},
-    "lm_eval": {"suite", "requests", "scoring", "adapter", "lm_cli"},
+    "lm_eval": {"names", "suite", "requests", "scoring", "adapter", "lm_cli"},
 }
 
 

@@ -16,7 +16,7 @@ from sparse_eval.cli.config import NamedPolicy, Settings
 from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
 from sparse_eval.inputs.store import user_cache
 from sparse_eval.latency.config import check_latency
-from sparse_eval.lm.config import LmConfig, lm_config
+from sparse_eval.lm.config import lm_config
 from sparse_eval.models import model_info
 from sparse_eval.needle.config import needle_config
 from sparse_eval.policies.base import Policy
@@ -83,6 +83,8 @@ def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]
         return [(tokens, needle.most_new_tokens) for tokens in needle.contexts]
     if task["name"] == "lm_eval":
         lm_eval = lm_config(task, cfg["protocol"], cfg["seed"])
+        from sparse_eval.lm.names import check_names
+
         check_names(lm_eval)
         return [(context, 0)]
     if protocol != "decode":
@@ -95,13 +97,6 @@ def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]
     if task["name"] == "fidelity":
         config.check_fidelity(task, context)
     return [(context, config.integer(task, "steps", 1, "task."))]
-
-
-def check_names(lm_eval: LmConfig) -> None:
-    """Whether lm-eval knows every task; its own names take seconds to list."""
-    from sparse_eval.lm.suite import index_for
-
-    index_for(lm_eval.tasks, lm_eval.include_path)
 
 
 def policies_of(

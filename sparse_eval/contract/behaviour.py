@@ -203,6 +203,21 @@ def evidence_is_as_declared(subject: Subject) -> None:
     same(lists_of(policy.select(call, other_prompt, budget)), pages, "two sets of prompt queries")
 
 
+def short_prompts_give_all_their_queries(subject: Subject) -> None:
+    policy = subject.policy(page_size=2)
+    if policy.evidence != "prompt":
+        raise Skip("looks at no prompt queries")
+    budget = middle_budget(policy)
+    for length in (1, policy.page_size + 1, 20):
+        lengths = [length, -(-length // 2)]
+        texts = subject.texts(2, length)
+        call, queries = batch_call(texts, lengths), prompt_queries(texts, lengths)
+        padded, bare = (policy.init(call, given) for given in (queries, queries[:, -length:]))
+        pages = lists_of(policy.select(call, padded, budget))
+        found = lists_of(policy.select(call, bare, budget))
+        same(found, pages, f"a prompt of {length} tokens with as many queries and with more rows")
+
+
 def evicted_pages_stay_away(subject: Subject) -> None:
     if subject.policy().action != "evict":
         raise Skip("selects: nothing is dropped")
@@ -290,6 +305,7 @@ BEHAVIOUR_CHECKS: tuple[Callable[[Subject], None], ...] = (
     sequences_do_not_share_state,
     inputs_and_policy_stay_unchanged,
     evidence_is_as_declared,
+    short_prompts_give_all_their_queries,
     evicted_pages_stay_away,
     needs_no_value_on_the_host,
     shapes_ignore_live_lengths,

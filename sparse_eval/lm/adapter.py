@@ -7,8 +7,11 @@ takes from one dense forward where no decode step happens, is fed token by token
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,13 +22,17 @@ from torch import Tensor
 from sparse_eval.device import resolve_device
 from sparse_eval.live import patched
 from sparse_eval.lm.decode import judge
-from sparse_eval.lm.requests import Ask
+from sparse_eval.lm.requests import Ask, check_generation, max_new_tokens
 from sparse_eval.lm.stack import Decoder, Stack, stack
+from sparse_eval.lm.texts import check_opening, cut
 from sparse_eval.policies.base import Policy
 from sparse_eval.prefill import prefill
+from sparse_eval.prompts import leading_bos
 from sparse_eval.trace import Trace
 
 NUM_PROMPT_QUERIES = 64
+
+log = logging.getLogger("lm_eval.sparse_eval")  # shown by lm-eval's command line
 
 
 @register_model("sparse_eval")
@@ -52,6 +59,12 @@ class PolicyLM(HFLM):
         strict: bool = False,
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("truncation"):
+            raise ValueError(
+                "truncation=True would cut prompts in silence: without it those that do not fit "
+                "are cut from the left and counted, or refused with strict=True"
+            )
+        check_batch_size(kwargs.get("batch_size", 1))
         if isinstance(pretrained, str):
             kwargs["device"] = resolve_device(kwargs.get("device") or "auto")
         super().__init__(pretrained, **kwargs)
@@ -98,11 +111,53 @@ class PolicyLM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """As HFLM, but a prompt that does not fit is counted, or refused."""
-        if left_truncate_len:
-            for text in strings:
-                self.count_cut(len(self.tok_encode(text)), left_truncate_len)
-        return super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+        """Ids and their mask, int64 [B, T]. HFLM asks only the first string whether it brings its
+        own BOS; here each is encoded for itself. One that does not fit is counted, or refused."""
+        rows = [self.fitting(self.tok_encode(text), left_truncate_len) for text in strings]
+        width = max(map(len, rows))
+        ids_BT = torch.full((len(rows), width), self.tokenizer.pad_token_id)
+        mask_BT = torch.zeros_like(ids_BT)
+        for row, ids in enumerate(rows):
+            own = slice(width - len(ids), None) if padding_side == "left" else slice(len(ids))
+            ids_BT[row, own] = torch.tensor(ids)
+            mask_BT[row, own] = 1
+        return ids_BT, mask_BT
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """As HFLM. Raises ValueError where a prompt does not open with exactly one BOS, or holds no
+        token at all."""
+        is_prompt, bos_text = add_special_tokens is None, self.tokenizer.bos_token
+        if is_prompt and bos_text and string.startswith(bos_text):
+            add_special_tokens = False
+        found = super().tok_encode(string, add_special_tokens, **kwargs)
+        if is_prompt:
+            check_opening(found, self.bos, string)
+        return self.fitting(found, left_truncate_len)
+
+    @cached_property
+    def bos(self) -> list[int]:
+        """What prompts open with: [BOS], or nothing where the tokenizer adds none."""
+        return [] if self.add_bos_token is False else leading_bos(self.tokenizer)
+
+    def fitting(self, ids: list[int], room: int | None) -> list[int]:
+        """The last ids, a BOS kept; what does not fit is counted or refused. Raises ValueError for
+        a prompt that is nothing but question."""
+        if not room:
+            return ids
+        self.count_cut(len(ids), room)
+        ids = cut(ids, room, self.bos)
+        if self.question_tokens and 1 < len(ids) <= self.question_tokens:
+            raise ValueError(
+                f"{self.question_tokens} question tokens leave no context to prefill in a prompt "
+                f"of {len(ids)} tokens"
+            )
+        return ids
 
     def count_cut(self, length: int, room: int) -> None:
         if length <= room:
@@ -112,6 +167,22 @@ class PolicyLM(HFLM):
                 f"a prompt of {length} tokens does not fit into {room}, and strict=True"
             )
         self.truncated += 1
+        log.warning(
+            "a prompt of %d tokens does not fit into %d: cut from the left, %d so far",
+            *(length, room, self.truncated),
+        )
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """As HFLM. Raises ValueError for an answer that no prompt leaves room for, before any."""
+        for _, kwargs in (request.args for request in requests):
+            check_generation(kwargs)
+            most = max_new_tokens(kwargs, self.max_gen_toks)
+            if most > self.max_length - 2:
+                room = self.max_length
+                raise ValueError(
+                    f"an answer of {most} tokens does not fit into {room} with a prompt"
+                )
+        return super().generate_until(requests, disable_tqdm)
 
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
@@ -139,9 +210,8 @@ class PolicyLM(HFLM):
                     f"a continuation must have 1 to {self.max_length} tokens, got "
                     f"{len(continuation)}"
                 )
-            room = self.max_length + 1 - len(continuation)
-            self.count_cut(len(context), room)
-            by_context[tuple(context[-room:])].append((place, tuple(continuation)))
+            fitting = self.fitting(context, self.max_length + 1 - len(continuation))
+            by_context[tuple(fitting)].append((place, tuple(continuation)))
         found: dict[int, tuple[float, bool]] = {}
         for ids, wanted in by_context.items():
             found |= self._judge(ids, wanted, int(override_bs or self._rows))
@@ -171,6 +241,13 @@ class PolicyLM(HFLM):
             for (place, _), answer in zip(part, answers, strict=True):
                 found[place] = (answer.log_likelihood, answer.is_greedy)
         return found
+
+
+def check_batch_size(size: Any) -> None:
+    """HFLM takes any text: what is neither a number of rows nor auto ends somewhere inside it."""
+    is_auto = re.fullmatch(r"auto(:\d+(\.\d+)?)?", str(size))
+    if not is_auto and not (str(size).isdecimal() and int(size) >= 1):
+        raise ValueError(f"batch_size must be an integer >= 1, auto or auto:N, got {size!r}")
 
 
 def make_policy(name: str, fields: Mapping[str, Any]) -> Policy:

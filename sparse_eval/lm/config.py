@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_eval.needle.config import GateConfig, is_number, listed, mapped, whole_number
+from sparse_eval.needle.config import is_number, listed, mapped, whole_number
 
 CHATS = ("none", "template")
 LEAST_RULER = 1024
@@ -16,18 +17,18 @@ LEAST_RULER = 1024
 
 @dataclass(frozen=True)
 class FloorConfig:
-    """What dense must reach for a task to be ranked: chance + margin, or the floor given."""
+    """What dense must reach for a task to be ranked: the floor given, or chance + margin; chance -
+    margin where a score is better when lower."""
 
     margin: float
     floors: Mapping[str, float]
     n: int
     confidence: float
 
-    def floor(self, task: str, chance: float) -> float:
-        return self.floors.get(task, chance + self.margin)
-
-    def gate(self, task: str, chance: float) -> GateConfig:
-        return GateConfig(self.floor(task, chance), self.n, self.confidence)
+    def floor(self, task: str, chance: float, *, higher_is_better: bool) -> float:
+        """NaN where a score is better when lower and neither a floor nor chance is known."""
+        margin = self.margin if higher_is_better else -self.margin
+        return self.floors.get(task, chance + margin)
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,15 @@ def floor_config(gate: Any) -> FloorConfig:
     if not is_number(confidence) or not 0.5 < confidence < 1:
         raise ValueError(f"task.gate.confidence must lie in (0.5, 1), got {confidence!r}")
     floors = gate["floors"] or {}
-    if not isinstance(floors, Mapping) or not all(map(is_number, floors.values())):
+    if not isinstance(floors, Mapping) or not all(map(is_finite, floors.values())):
         raise ValueError(f"task.gate.floors must map tasks to scores, got {floors!r}")
+    floors = {str(task): float(score) for task, score in floors.items()}
     n = whole_number("task.gate.n", gate["n"], 0)
-    return FloorConfig(float(margin), dict(floors), n, float(confidence))
+    return FloorConfig(float(margin), floors, n, float(confidence))
+
+
+def is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
 
 
 def limit_of(value: Any) -> Any:

@@ -10,10 +10,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparse_eval.lm.config import LmConfig
-from sparse_eval.lm.suite import quiet, seed_everything
+from sparse_eval.lm.quiet import quiet
+from sparse_eval.lm.suite import naming, seed_everything
 from sparse_eval.lm.texts import TextSide, cut
 
 ACCEPTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
+DEFAULT_NEW_TOKENS = 256
+"""HFLM's, where a task says nothing."""
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""lm-eval's names for the most new tokens, the first one given winning."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ def instances_of(
     """lm-eval's requests by document."""
     seed_everything(task, config.seed)
     options = build_options(config, side)
-    with quiet():
+    name = task.get_config("task")
+    with quiet(), naming(name, "make its prompts"):
         task.build_all_requests(
             samples=list(doc_ids),
             **options,
@@ -168,14 +174,33 @@ def generation(
     """Stop strings, the tokenizer's EOS among them, and the most new tokens."""
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
-    given = dict(normalize_gen_kwargs(dict(kwargs), 256))
-    unknown = sorted(set(given) - ACCEPTED)
+    check_generation(kwargs)
+    given = dict(normalize_gen_kwargs(dict(kwargs), DEFAULT_NEW_TOKENS))
+    unknown = sorted(key for key in set(given) - ACCEPTED if (key, given[key]) != ("num_beams", 1))
     if unknown:
         raise ValueError(f"answers are decoded greedily, generation_kwargs {unknown} have no part")
     until: Any = given.get("until")
     stops = handle_stop_sequences(until, eos=side.eos_text)
-    most = int(str(given["max_gen_toks"]))
+    most = max_new_tokens(kwargs, DEFAULT_NEW_TOKENS)
     return tuple(stops), min(most, config.max_new_tokens or most)
+
+
+def max_new_tokens(kwargs: Mapping[str, Any], default: int) -> int:
+    """Of checked generation_kwargs."""
+    given = (kwargs[key] for key in LENGTHS if kwargs.get(key) is not None)
+    return int(str(next(given, default)))
+
+
+def check_generation(kwargs: Mapping[str, Any]) -> None:
+    """ValueError in one line for values that lm-eval would take and then trip over."""
+    until = kwargs.get("until", [])
+    stops = until if isinstance(until, list) else [until]
+    if not all(isinstance(stop, str) for stop in stops):
+        raise ValueError(f"generation_kwargs until must be a text or a list of them, got {until!r}")
+    for key in LENGTHS:
+        value = kwargs.get(key)
+        if value is not None and not (str(value).isdecimal() and int(str(value)) >= 1):
+            raise ValueError(f"generation_kwargs {key} must be an integer >= 1, got {value!r}")
 
 
 def choices(task: Any, of_document: Sequence[Any]) -> Sequence[Any]:

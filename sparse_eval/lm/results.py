@@ -67,7 +67,9 @@ class Answered:
             "measured": lambda: scores[0].primary,
             "none": lambda: None,
         }[part.on]()
-        gate = judge(part.name, part.chance, on_gate, part.on, config.gate)
+        better = scores[0].primary.higher_is_better
+        asked = (part.name, part.chance, on_gate, part.on, config.gate)
+        gate = judge(*asked, higher_is_better=better)
         identical = [
             [
                 is_same(part.task, a["answers"], b["answers"])

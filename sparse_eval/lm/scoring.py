@@ -11,8 +11,9 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 
 from sparse_eval.lm.config import LmConfig
+from sparse_eval.lm.quiet import quiet
 from sparse_eval.lm.requests import Sample, build_options, hash_of
-from sparse_eval.lm.suite import quiet, seed_everything
+from sparse_eval.lm.suite import Told, naming, seed_everything
 from sparse_eval.lm.texts import TextSide
 
 NAN = float("nan")
@@ -62,7 +63,7 @@ class StoredLM(LM):
     def of(self, request: Any) -> Any:
         place = request.doc_id, request.idx
         if self.asked[place] != hash_of(request):
-            raise RuntimeError(
+            raise Told(
                 f"lm-eval task {request.task_name} makes another prompt each time it is asked for "
                 f"document {request.doc_id}: its answers cannot be scored"
             )
@@ -107,7 +108,7 @@ def score(
     given = {(i, j): one for i, row in enumerate(answers) for j, one in enumerate(row)}
     asked = {(i, j): a.arguments for i, s in enumerate(samples) for j, a in enumerate(s.asks)}
     seed_everything(task, config.seed)
-    with quiet():
+    with quiet(), naming(name, "score its answers"):
         results: Any = evaluate(
             ChatStoredLM(given, asked, side=side),
             {"tasks": {name: task}},

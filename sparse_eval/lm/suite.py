@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
-import functools
-import io
 import json
-import logging
 import random
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sparse_eval.inputs.hub import endpoint, is_offline, is_reachable
 from sparse_eval.inputs.store import Unavailable
-
-BUNDLED = Path(__file__).resolve().parent.parent / "lm_tasks"
-
-log = logging.getLogger("sparse_eval")
+from sparse_eval.lm.names import index_for
+from sparse_eval.lm.quiet import quiet
 
 
 @dataclass(frozen=True)
@@ -29,73 +23,6 @@ class Suite:
 
     tasks: dict[str, Any]
     groups: dict[str, Any]
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """What lm-eval and its tasks print goes to the log: bars, counts, advice."""
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            yield
-    finally:
-        for line in printed.getvalue().splitlines():
-            log.debug("lm-eval: %s", line)
-
-
-@functools.cache
-def manager(paths: tuple[str, ...], defaults: bool, metadata: str = "{}") -> Any:
-    """lm-eval's index of the tasks below some folders. defaults: also all of its own, of which
-    there are 14,000 yamls: seconds."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(
-        include_path=list(paths), include_defaults=defaults, metadata=json.loads(metadata)
-    )
-
-
-def index_for(names: Sequence[str], include_path: tuple[str, ...], metadata: str = "{}") -> Any:
-    """The smallest index that knows all names. Raises ValueError for one that none knows."""
-    near = (str(BUNDLED), *include_path)
-    places = [(lambda: near, False), (lambda: families(tuple(names)) + near, False)]
-    for paths, defaults in [*places, (lambda: near, True)]:
-        with quiet():
-            found = manager(paths(), defaults, metadata)
-            unknown = [name for name in names if not is_known(found, name)]
-        if not unknown:
-            return found
-    close = difflib.get_close_matches(unknown[0], found.all_tasks, n=3)
-    hint = f"; did you mean {', '.join(close)}?" if close else ""
-    raise ValueError(f"task.tasks: lm-eval has no task {unknown[0]!r}{hint}")
-
-
-@functools.cache
-def families(names: tuple[str, ...]) -> tuple[str, ...]:
-    """lm-eval's own folders in which a yaml mentions one of the names."""
-    import lm_eval.tasks
-
-    root = Path(lm_eval.tasks.__file__).parent
-    mention = re.compile("|".join(map(re.escape, names)))
-    return tuple(
-        str(root / folder)
-        for folder in sorted(
-            {
-                path.relative_to(root).parts[0]
-                for path in root.glob("*/**/*.yaml")
-                if mention.search(path.read_text(errors="ignore"))
-            }
-        )
-    )
-
-
-def is_known(found: Any, name: str) -> bool:
-    """Whether an index has a task, and of a group each member that is a name."""
-    entry = found.task_index.get(name)
-    if entry is None:
-        return name.endswith(".yaml") and Path(name).is_file()
-    members = (entry.cfg or {}).get("task") if "group" in (entry.cfg or {}) else None
-    named = [member for member in members or [] if isinstance(member, str) and member != name]
-    return all(is_known(found, member) for member in named)
 
 
 def load_suite(
@@ -178,13 +105,65 @@ def is_missing_data(error: BaseException | None) -> bool:
 
 def failed(name: str, error: Exception) -> Exception:
     """The error as one line. Missing packages are no fault of the configuration."""
-    line = " ".join(str(error).split()) or type(error).__name__
+    if empty_task(error):
+        return ValueError(f"lm-eval task {name} has no documents")
     if type(error) is ValueError:  # said by the task itself
-        line = line.removeprefix(f"{name}: ")
+        line = first_words(error).removeprefix(f"{name}: ")
         line = re.sub("^max_length must", "context (as metadata max_length) must", line)
-        return ValueError(f"lm-eval task {name}: {line[:400]}")
-    text = f"lm-eval task {name} cannot be loaded: {type(error).__name__}: {line[:400]}"
+        return ValueError(f"lm-eval task {name}: {line}")
+    text = f"lm-eval task {name} cannot be loaded: {told(error)}{first_document(error)}"
     return Unavailable(text) if isinstance(error, ImportError | OSError) else ValueError(text)
+
+
+class Told(ValueError):
+    """An error that names its task in one line already."""
+
+
+@contextlib.contextmanager
+def naming(name: str, what: str) -> Iterator[None]:
+    """What a task's own code raises, an Exception of any kind, becomes a ValueError in one line."""
+    try:
+        yield
+    except (MemoryError, OSError, Unavailable):
+        raise
+    except Told as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:
+        raise ValueError(f"lm-eval task {name} cannot {what}: {told(error)}") from error
+
+
+def told(error: Exception) -> str:
+    """An error of foreign code in one line: its kind, the function that raised it, its message."""
+    empty = empty_task(error)
+    if empty:
+        return f"lm-eval task {empty} has no documents"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].name}" if frames else ""
+    return f"{type(error).__name__}{where}: {first_words(error)}"
+
+
+def first_words(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:400]
+
+
+def first_document(error: Exception) -> str:
+    """What lm-eval saw of a task's first document, if that was where it failed."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        seen = frame.f_locals
+        if "test_choice" in seen:
+            found = f"{seen['test_choice']!r:.80} and target {seen.get('test_target')!r:.40}"
+            return f" (its first document has the choices {found})"
+    return ""
+
+
+def empty_task(error: Exception) -> str:
+    """The task whose first document lm-eval was looking for where there is none, else ""."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner: Any = frame.f_locals.get("self")
+        docs = getattr(owner, "task_docs", None)
+        if docs is not None and not len(docs):
+            return str(owner.get_config("task"))
+    return ""
 
 
 def refuse_unsupported(name: str, task: Any) -> None:

@@ -24,40 +24,36 @@ class TextSide:
         return leading_bos(self.tokenizer)
 
     @property
-    def prefix_id(self) -> int:
-        """What stands for an empty context."""
+    def prefix_id(self) -> int | None:
+        """What stands for an empty context. None: the tokenizer has neither BOS nor EOS."""
         bos = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if bos is None else bos
 
     @cached_property
-    def eos_text(self) -> str:
-        return self.tokenizer.decode([self.tokenizer.eos_token_id], skip_special_tokens=False)
+    def eos_text(self) -> str | None:
+        eos = self.tokenizer.eos_token_id
+        return None if eos is None else self.raw_text([eos])
 
     def ids(self, text: str) -> list[int]:
         """Special tokens are added unless the text opens with a BOS of its own."""
         found = self.tokenizer.encode(text, **self._special(text))
-        if self.bos and (found[:1] != self.bos or found[1:2] == self.bos):
-            raise ValueError(
-                f"a prompt must open with exactly one BOS, this one opens with {found[:3]}: "
-                f"{text[:60]!r}"
-            )
+        check_opening(found, self.bos, text)
         return found
 
     def _special(self, text: str) -> dict[str, bool]:
-        opening = self.tokenizer.decode([self.prefix_id], skip_special_tokens=False)
-        return {"add_special_tokens": False} if text.startswith(opening) else {}
+        opens = self.prefix_id is not None and text.startswith(self.raw_text([self.prefix_id]))
+        return {"add_special_tokens": False} if opens else {}
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a context and of what follows it, cut where the context's own ids end; spaces at
         its end belong to what follows."""
         if not context:
             found = self.tokenizer.encode(continuation, add_special_tokens=False)
+            if self.prefix_id is None:
+                raise ValueError("an empty context needs a tokenizer with a BOS or an EOS")
             opens = found[:1] == [self.prefix_id]
             return (found[:1], found[1:]) if opens else ([self.prefix_id], found)
-        bare = context.rstrip()
-        if not bare:
-            raise ValueError(f"a context must be empty or hold a word, got {context!r}")
-        first = self.ids(bare)
+        first = self.ids(context.rstrip())
         return first, self.ids(context + continuation)[len(first) :]
 
     def tail(self, text: str, ids: list[int], doc: Mapping[str, Any]) -> int:
@@ -106,6 +102,17 @@ class TextSide:
 
     def raw_text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def check_opening(ids: list[int], bos: list[int], text: str) -> None:
+    """ValueError in one line unless a prompt has a token and opens with exactly one BOS, where its
+    tokenizer has one."""
+    if not ids:
+        raise ValueError(f"a prompt must have a token, got none for the text {text!r}")
+    if bos and (ids[:1] != bos or ids[1:2] == bos):
+        raise ValueError(
+            f"a prompt must open with exactly one BOS, this one opens with {ids[:3]}: {text[:60]!r}"
+        )
 
 
 def context_end(text: str, doc: Mapping[str, Any]) -> int | None:

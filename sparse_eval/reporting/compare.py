@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,11 +76,12 @@ def compare(
     )
     paired_a = {c for o, m in zip(others, met, strict=True) for c in cells_of(m, o.a)}
     paired_b = {c for o, m in zip(others, met, strict=True) for c in cells_of(m, o.b)}
+    lower = lower_is_better(a) | lower_is_better(b)
     results = pd.DataFrame(
         [
-            line_of(key, part)
+            line_of(key, part, lower)
             for key, part in pairs.groupby(keys, dropna=False, sort=False)
-            if part["value_a"].notna().any()
+            if (part["value_a"].notna() & part["value_b"].notna()).any()
         ]
     )
     if len(results):
@@ -174,11 +175,21 @@ def budget_text(budget: Any) -> str:
     return "any budget" if pd.isna(budget) else f"{budget:,.0f} tokens"
 
 
-def line_of(key: Any, part: pd.DataFrame) -> dict[str, Any]:
+def lower_is_better(rows: pd.DataFrame) -> set[str]:
+    """lm-eval's tasks whose compared metric is better when lower, as per_sample names them."""
+    if "higher_is_better" not in rows:
+        return set()
+    told = rows[rows["higher_is_better"].notna()]
+    told = told[~told["higher_is_better"].astype(bool)]
+    return set(told["lm_task"] + ": " + told["metric"])
+
+
+def line_of(key: Any, part: pd.DataFrame, lower: Collection[str] = ()) -> dict[str, Any]:
+    """lower: what is better when lower, whatever its metric is called."""
     task, policy, budget, what, metric = key
     part = part.dropna(subset=["value_a", "value_b"])
     found = paired(list(part["value_a"]), list(part["value_b"]))
-    higher = METRICS[task][metric]
+    higher = METRICS[task][metric] and what not in lower
     better = "" if found.mean == 0 else ("B" if (found.mean > 0) == higher else "A")
     return {
         "task": task + (f" {what}" if what else ""),

@@ -84,7 +84,8 @@ INTERVALS = {
     "recall": "$\\pm$: one standard error over the $n$ prompts.",
     "needle": "In brackets: Wilson's 95 \\% interval of the $n$ prompts.",
     "fidelity": "$\\pm$: one standard error over the $n$ prompts.",
-    "lm_eval": "Over tasks that passed the dense gate; $\\pm$: one standard error.",
+    "lm_eval": "Over tasks that passed the dense gate; $\\pm$: one standard error; less dense "
+    "there: negative is worse.",
     "lm_eval_tasks": "Differences are paired by document; without $p$: not ranked.",
     "latency": "Median of the repeats; in brackets: their 10th to 90th percentile.",
 }

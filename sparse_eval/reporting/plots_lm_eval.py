@@ -76,7 +76,7 @@ def lm_eval_tasks(rows: pd.DataFrame, path: Path | str) -> Path:
 
 def draw_scores(axes: Axes, heat: pd.DataFrame, gated: list[bool]) -> Any:
     values = heat.to_numpy(dtype=float)
-    top = max(1.0, float(np.nanmax(values)))
+    top = max([1.0, *values[~np.isnan(values)]])
     image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=top)
     for (line, column), value in np.ndenumerate(values):
         if not math.isnan(value):

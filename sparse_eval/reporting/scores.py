@@ -20,15 +20,16 @@ class Difference:
     """Second's mean less first's over n documents.
 
     low, high: 95 %, Tango's for successes and failures, Student's else, the rule of three's where
-    documents do not differ. low_90: the lower end of a one-sided 95 % interval. p: exact McNemar,
-    or sign flips. resolvable: the smallest difference that the test can tell from none, NaN where
-    there is none or the scores are not successes."""
+    documents do not differ. low_90, high_90: the ends of one-sided 95 % intervals. p: exact
+    McNemar, or sign flips. resolvable: the smallest difference that the test can tell from none,
+    NaN where there is none or the scores are not successes."""
 
     n: int
     mean: float
     low: float
     high: float
     low_90: float
+    high_90: float
     p: float
     resolvable: float
 
@@ -37,7 +38,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Documents that either arm has no score of its own for are left out."""
     both = [(a, b) for a, b in zip(first, second, strict=True) if a == a and b == b]
     if not both:
-        return Difference(0, NAN, NAN, NAN, NAN, NAN, NAN)
+        return Difference(0, NAN, NAN, NAN, NAN, NAN, NAN, NAN)
     if all(x in (0, 1) for pair in both for x in pair):
         pairs = Pairs.of((bool(a), bool(b)) for a, b in both)
         interval, narrower = pairs.interval(), pairs.interval(1 - 2 * SIGNIFICANCE)
@@ -47,6 +48,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
             interval.low,
             interval.high,
             narrower.low,
+            narrower.high,
             pairs.p_value,
             smallest_resolvable(pairs.n, SIGNIFICANCE),
         )
@@ -56,8 +58,9 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
         is_share = all(0 <= x <= 1 for pair in both for x in pair)
         half = min(1.0, 3 / found.n) if is_share else NAN
         low, high = found.mean - half, found.mean + half
-    low_90 = found.mean - (found.mean - low) * narrower_by(found.n)
-    return Difference(found.n, found.mean, low, high, low_90, found.p, NAN)
+    half_90 = (high - low) / 2 * narrower_by(found.n)
+    ends_90 = found.mean - half_90, found.mean + half_90
+    return Difference(found.n, found.mean, low, high, *ends_90, found.p, NAN)
 
 
 def narrower_by(n: int) -> float:
@@ -74,7 +77,7 @@ def verdict(found: Difference, p: float, *, gated: bool, higher_is_better: bool)
     if math.isnan(p) or found.n < math.ceil(1 - math.log2(SIGNIFICANCE)):
         return f"not ranked: n = {found.n}"
     if p >= SIGNIFICANCE:
-        worst = found.low_90 if higher_is_better else -found.high
+        worst = found.low_90 if higher_is_better else -found.high_90
         return f"not inferior ({MARGIN:g})" if worst > -MARGIN else "no difference resolved"
     is_worse = (found.mean < 0) == higher_is_better
     return "below dense" if is_worse else "ABOVE dense: suspect the set-up"

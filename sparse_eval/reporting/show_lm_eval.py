@@ -56,7 +56,7 @@ def headline(rows: list[Row]) -> dict[str, Any]:
             {
                 "setting": name,
                 "table": records(summarise_lm_eval(part)),
-                "tasks": records(task_table(part)[list(TASK_KEYS)]),
+                "tasks": records(task_table(part).reindex(columns=list(TASK_KEYS))),
                 "gate": records(gate_table(part)),
                 "noise_floor": records(pd.DataFrame([noise_floor(part)]))[0],
             }

@@ -59,25 +59,35 @@ def summarise_lm_eval(rows: pd.DataFrame) -> pd.DataFrame:
 
     tasks: how many; n: documents. score, score_se: mean of the tasks' scores and its standard
     error. difference, low, high: mean over tasks of the paired difference from dense, 95 %, from
-    the documents' differences within tasks. worst_task with its own difference and interval.
-    same_as_dense: share of answers. below: tasks significantly below dense (Holm)."""
+    the documents' differences within tasks.
+    same_as_dense: share of answers. Of every ranked task whose scores lie in [0, 1], also of those
+    that are better when lower: worst_task, what it loses (a difference whose sign is turned where
+    lower is better) and its interval. below: all ranked tasks significantly worse (Holm)."""
     table = task_table(rows)
-    ranked = table[~table["gated"].astype(bool) & table["lm_task"].isin(shares_of(table))]
+    passed = table[~table["gated"].astype(bool)]
+    ranked = passed[passed["lm_task"].isin(shares_of(table))]
     samples = rows[rows["role"] == "sample"]
     lines = []
     for keys, part in table.groupby(CELL, dropna=False, sort=False):
         own = at(ranked, keys)
         line = dict(zip(CELL, keys, strict=True)) | read_of(part)
-        lines.append(
-            line | over_tasks(own, at(samples, keys)) if len(own) else line | nothing(part)
-        )
+        line |= over_tasks(own, at(samples, keys)) if len(own) else {"tasks": 0, "n": 0}
+        compared = at(passed, keys)
+        if len(compared) and not part["is_dense"].all():
+            line |= worst_columns(compared)
+        lines.append(line)
     return pd.DataFrame(lines)
 
 
 def shares_of(table: pd.DataFrame) -> list[str]:
     """The tasks all of whose scores lie in [0, 1], higher being better."""
     is_share = table["value"].between(0, 1) & table["higher_is_better"].astype(bool)
-    return [str(task) for task, same in is_share.groupby(table["lm_task"]) if same.all()]
+    return where_all(is_share, table)
+
+
+def where_all(holds: pd.Series, table: pd.DataFrame) -> list[str]:
+    """The tasks of whose every row something holds."""
+    return [str(task) for task, same in holds.groupby(table["lm_task"]) if same.all()]
 
 
 def at(rows: pd.DataFrame, keys: Any) -> pd.DataFrame:
@@ -99,11 +109,6 @@ def read_of(part: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def nothing(part: pd.DataFrame) -> dict[str, Any]:
-    """No task of this arm is ranked."""
-    return {"tasks": 0, "n": 0}
-
-
 def over_tasks(own: pd.DataFrame, samples: pd.DataFrame) -> dict[str, Any]:
     """own: the arm's ranked tasks; samples: its documents."""
     count = len(own)
@@ -115,25 +120,42 @@ def over_tasks(own: pd.DataFrame, samples: pd.DataFrame) -> dict[str, Any]:
     }
     if own["is_dense"].all():
         return line
-    worst = worst_of(own)
     error = math.sqrt(sum(error_of(samples, task) ** 2 for task in own["lm_task"])) / count
     mean = float(own["difference"].mean())
     return line | {
         "difference": mean,
         "low": mean - Z * error,
         "high": mean + Z * error,
+    }
+
+
+def worst_columns(passed: pd.DataFrame) -> dict[str, Any]:
+    """passed: an arm's tasks whose dense gate passed."""
+    found = {"below": int((passed["verdict"] == "below dense").sum())}
+    comparable = passed[passed["value"].between(0, 1) & passed["dense_value"].between(0, 1)]
+    comparable = comparable[comparable["difference"].notna()]
+    if not len(comparable):
+        return found
+    worst = worst_of(comparable)
+    ends = [worst["difference_low"], worst["difference_high"]]
+    ends = ends if worst["higher_is_better"] else [0.0 - end for end in reversed(ends)]
+    return found | {
         "worst_task": worst["lm_task"],
-        "worst": float(worst["difference"]),
-        "worst_low": float(worst["difference_low"]),
-        "worst_high": float(worst["difference_high"]),
-        "below": int((own["verdict"] == "below dense").sum()),
+        "worst": gain_of(worst["difference"], worst["higher_is_better"]),
+        "worst_low": float(ends[0]),
+        "worst_high": float(ends[1]),
     }
 
 
 def worst_of(own: pd.DataFrame) -> pd.Series:
-    """The task that loses most against dense. Flags read back from a file are 1.0 and 0.0."""
-    signs = np.where(own["higher_is_better"].astype(bool), 1.0, -1.0)
-    return own.iloc[int(np.nanargmin(own["difference"].to_numpy(dtype=float) * signs))]
+    """The task that loses most against dense."""
+    gains = map(gain_of, own["difference"], own["higher_is_better"])
+    return own.iloc[int(np.nanargmin(list(gains)))]
+
+
+def gain_of(difference: float, higher_is_better: float) -> float:
+    """Negative where it is a loss. A flag read back from a file is 1.0 or 0.0."""
+    return float(difference) if higher_is_better else 0.0 - float(difference)
 
 
 def error_of(samples: pd.DataFrame, task: str) -> float:
@@ -151,14 +173,13 @@ def gate_table(rows: pd.DataFrame) -> pd.DataFrame:
     table = task_table(rows)
     keep = names(
         "lm_task metric value n gate_value gate_lower gate_floor gate_n gate_on chance gated"
-        " truncated resolvable stock_agreement stock_n"
+        " truncated resolvable stock_agreement stock_n higher_is_better"
     )
-    dense = table[table["is_dense"]]
+    wanted = [*table, *(name for name in keep if name not in table)]
+    table = table.reindex(columns=wanted)  # of dense alone nothing is resolvable
     resolvable = table[~table["is_dense"]].groupby("lm_task")["resolvable"].max()
+    dense = table[table["is_dense"]]
     dense = dense.assign(resolvable=dense["lm_task"].map(resolvable))
-    for name in keep:
-        if name not in dense:
-            dense = dense.assign(**{name: math.nan})
     return dense[list(keep)].reset_index(drop=True)
 
 

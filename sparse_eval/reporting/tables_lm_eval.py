@@ -18,8 +18,10 @@ def mean_table(table: pd.DataFrame) -> TextTable:
     return TextTable(
         head,
         [mean_line(line) for line in lines_of(table)],
-        "mean over ranked tasks ± standard error; differences paired by document, 95 %; below: "
-        "tasks significantly below dense (Holm over tasks); as dense: share of identical answers",
+        "mean over ranked tasks whose scores are shares ± standard error; differences paired by "
+        "document, 95 %; worst task: negative is worse, its sign turned where lower is better; "
+        "below: ranked tasks significantly worse than dense (Holm over tasks); as dense: share of "
+        "identical answers",
         ("worst task",),
     )
 
@@ -28,19 +30,18 @@ def mean_line(line: Mapping[str, Any]) -> list[str]:
     first = [line["policy"], budget_of(line), share(line["model_read_fraction"])]
     last = share(line["same_as_dense"], 0)
     of = f"{line['tasks']}/{line['all_tasks']}"
-    if not line["tasks"]:
-        return [*first, of, "", "", "", "", "", last]
-    score = plus_minus(line["score"], line["score_se"])
+    score = plus_minus(line["score"], line["score_se"]) if line["tasks"] else ""
     if line["is_dense"]:
         return [*first, of, score, "", "", "", "", last]
+    has_worst = isinstance(line.get("worst_task"), str)
     return [
         *first,
         of,
         score,
-        interval(line["difference"], line["low"], line["high"]),
-        line["worst_task"],
-        interval(line["worst"], line["worst_low"], line["worst_high"]),
-        f"{line['below']:.0f}",
+        interval(line["difference"], line["low"], line["high"]) if line["tasks"] else "",
+        line["worst_task"] if has_worst else "",
+        interval(line["worst"], line["worst_low"], line["worst_high"]) if has_worst else "",
+        "" if math.isnan(line.get("below", math.nan)) else f"{line['below']:.0f}",
         last,
     ]
 
@@ -56,8 +57,8 @@ def scores_table(table: pd.DataFrame) -> TextTable:
         cells = [found.get(arm, "") for arm in arms]
         lines.append([name, f"{part['n'].max():.0f}", *cells])
     note = (
-        "lm-eval's scores; ▼ ▲ significantly below or above dense (Holm over tasks); † not ranked: "
-        "the dense gate was not passed"
+        "lm-eval's scores; ▼ ▲ significantly worse or better than dense (Holm over tasks); † not "
+        "ranked: the dense gate was not passed"
     )
     return TextTable(["task", "n", *arms], lines, note)
 
@@ -117,7 +118,7 @@ def gate_lines(table: pd.DataFrame) -> TextTable:
         "dense",
         "gate: dense",
         "of",
-        "lower bound",
+        "bound",
         "floor",
         "chance",
         "resolvable",
@@ -130,18 +131,24 @@ def gate_lines(table: pd.DataFrame) -> TextTable:
             number(line["gate_value"]),
             "not run" if line["gate_on"] == "none" else f"{line['gate_n']:.0f} {line['gate_on']}",
             number(line["gate_lower"]),
-            f"{line['gate_floor']:.2f}",
-            f"{line['chance']:.2f}",
+            floor_of(line),
+            number(line["chance"]),
             number(line["resolvable"]) or "n too small",
             "not ranked" if line["gated"] else "ranked",
         ]
         for line in lines_of(table)
     ]
     note = (
-        "dense on the gate's documents, own ones or those measured, one-sided bound; resolvable: "
-        "the smallest difference that the task's n can tell from none"
+        "dense on the gate's documents, own ones or those measured, one-sided bound on the worse "
+        "side, which must reach the floor; resolvable: the smallest difference that the task's n "
+        "can tell from none"
     )
     return TextTable(head, lines, note)
+
+
+def floor_of(line: Mapping[str, Any]) -> str:
+    floor = number(line["gate_floor"])
+    return floor if not floor or line["higher_is_better"] else f"at most {floor}"
 
 
 def floor_line(floor: Mapping[str, float]) -> str:

@@ -94,15 +94,9 @@ class LmEval(LiveTask):
             return list(self._parts())
 
     def _parts(self) -> Iterator[Part]:
-        from sparse_eval.lm.gate import chance_of, is_possible
+        from sparse_eval.lm.gate import chance_of, is_higher_better, is_possible
 
         config = self.config
-        limited = config.limit if isinstance(config.limit, Mapping) else {}
-        unknown = sorted(set(limited) - set(self.suite.tasks))
-        if unknown:
-            raise ValueError(
-                f"task.limit: {unknown[0]} is not one of the tasks: {', '.join(self.suite.tasks)}"
-            )
         for name, task in self.suite.tasks.items():
             available = len(task.eval_docs)
             count = config.num_documents(name, available)
@@ -110,7 +104,8 @@ class LmEval(LiveTask):
             has_own = own.stop <= available
             samples = self._samples(name, task, range(count))
             chance = chance_of(task, samples)
-            possible = is_possible(name, chance, config.gate)
+            better = is_higher_better(task)
+            possible = is_possible(name, chance, config.gate, higher_is_better=better)
             on = ("own" if has_own else "measured") if possible else "none"
             gate = self._samples(name, task, own) if on == "own" else []
             yield Part(name, task, samples, gate, on, chance)
