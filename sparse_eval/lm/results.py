@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparse_eval.core import Row
 from sparse_eval.lm.cell import READ
 from sparse_eval.lm.config import LmConfig
 from sparse_eval.lm.gate import Gate, judge
+from sparse_eval.lm.part import Part
 from sparse_eval.lm.requests import choices
 from sparse_eval.lm.scoring import NAN, Metric, Scores, score
 from sparse_eval.lm.texts import TextSide
@@ -18,9 +19,6 @@ from sparse_eval.reporting.paired import holm
 from sparse_eval.reporting.scores import Difference, difference, verdict
 from sparse_eval.storage.cells import cell_key
 from sparse_eval.tasks.live_task import Arm
-
-if TYPE_CHECKING:
-    from sparse_eval.tasks.lm_eval import Part
 
 OF_DOCUMENTS = (
     "sample",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_eval.core import Row
 from sparse_eval.lm.config import LmConfig, lm_config
+from sparse_eval.lm.part import Part
 from sparse_eval.models import check_shapes, model_info
 from sparse_eval.storage.cells import CellStore
 from sparse_eval.tasks.live_task import Arm, LiveTask, Work, arms_of
@@ -30,22 +31,6 @@ Tick = Callable[[int], None]
 
 BUNDLED = "se_"
 """What the names of the tasks that are made by seed begin with."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One lm-eval task. gate: samples that dense alone answers; on: "own" ones, "measured", "none".
-    chance: what guessing scores."""
-
-    name: str
-    task: Any
-    samples: list[Sample]
-    gate: list[Sample]
-    on: str
-    chance: float
-
-    def num_cells(self, num_arms: int) -> int:
-        return len(self.samples) * num_arms + len(self.gate)
 
 
 @dataclass
