@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import inspect
@@ -11,13 +12,16 @@ import shlex
 import subprocess
 import sys
 from datetime import datetime
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
+POLICIES = PACKAGE / "policies"
+POLICY_PACKAGE = "sparse_eval.policies"
 
 OUTPUT_FOLDERS = frozenset({"cli", "reporting", "storage", "tracking", "conf", "__pycache__"})
+OWN_FOLDERS = frozenset({"policies"})
 OUTPUT_MODULES = frozenset(
     {
         "__main__",
@@ -33,18 +37,48 @@ OUTPUT_MODULES = frozenset(
     }
 )
 """What presents or keeps what was measured. Whatever else the package holds, new files included,
-can change a cell."""
+can change a cell; policies change their own."""
 
 
-def code_hash(*classes: type) -> str:
-    """SHA-256 of the code that can change a cell: the package's, and that of classes outside it.
+def code_hash(*policies: type) -> str:
+    """SHA-256 of the code that can change a measurement: the package's, policies aside, and that of
+    the given policies. So a new policy changes nothing that was captured, nor another's cells.
 
     Raises ValueError for a class whose source cannot be read: its cells cannot be told apart."""
     digest = hashlib.sha256(package_hash().encode())
-    for cls in classes:
-        if cls.__module__.split(".")[0] != __name__.split(".")[0]:
-            digest.update(source_of(cls).encode())
+    for policy in policies:
+        for source in policy_sources(policy):
+            digest.update(source.encode())
     return digest.hexdigest()
+
+
+def policy_sources(policy: type) -> list[str]:
+    """The module of a policy, and those of policies/ that it is built on."""
+    own = source_of(policy)
+    found: dict[str, str] = {}
+    pending = set(policy_modules(own))
+    while pending:
+        name = pending.pop()
+        path = POLICIES / f"{name}.py"
+        if name not in found and path.is_file():
+            found[name] = path.read_text()
+            pending.update(policy_modules(found[name]))
+    return [own, *(found[name] for name in sorted(found))]
+
+
+@lru_cache(maxsize=256)
+def policy_modules(source: str) -> frozenset[str]:
+    """Names of the modules of policies/ that a source imports."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names.add(module)
+            names.update(f"{module}.{alias.name}" for alias in node.names)
+    inside = (name.removeprefix(f"{POLICY_PACKAGE}.") for name in names if POLICY_PACKAGE in name)
+    return frozenset(name.split(".")[0] for name in inside)
 
 
 @cache
@@ -58,10 +92,10 @@ def package_hash() -> str:
 
 
 def measuring_files() -> list[Path]:
-    """Python files of the package that can change a cell; conf/ is part of the config instead."""
+    """Python files of the package that can change any cell; conf/ is part of the config instead."""
     files = []
     for folder, folders, files_here in os.walk(PACKAGE, followlinks=True):
-        folders[:] = sorted(set(folders) - OUTPUT_FOLDERS)
+        folders[:] = sorted(set(folders) - OUTPUT_FOLDERS - OWN_FOLDERS)
         paths = [Path(folder) / name for name in sorted(files_here) if name.endswith(".py")]
         files += [p for p in paths if p.parent != PACKAGE or p.stem not in OUTPUT_MODULES]
     return files

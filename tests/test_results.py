@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from datetime import datetime
@@ -15,6 +16,7 @@ import pandas as pd
 import pytest
 
 from sparse_eval import provenance as provenance_module
+from sparse_eval.policies.quest import Quest
 from sparse_eval.provenance import measuring_files
 from sparse_eval.results import (
     CellStore,
@@ -187,13 +189,28 @@ def test_cell_key_refuses_what_it_cannot_write_down(value):
         cell_key({"a": value})
 
 
-def test_code_hash_covers_policies_kernels_and_measuring_but_no_output():
+def test_code_hash_covers_kernels_and_measuring_but_no_output_and_no_policy():
     package = provenance_module.PACKAGE
     covered = {str(path.relative_to(package)) for path in measuring_files()}
-    measuring = {"policies/quest.py", "kernels/sparse_decode/api.py", "metrics.py", "ledger.py"}
+    measuring = {"kernels/sparse_decode/api.py", "metrics.py", "ledger.py"}
     measuring |= {"evaluator.py", "attention.py", "capture.py", "prefill.py", "core.py"}
     assert measuring <= covered
     assert not covered & {"plots.py", "report.py", "tracking.py", "results.py", "app.py"}
+    assert not any(name.startswith("policies/") for name in covered)
+
+
+def test_a_policy_answers_for_itself_and_what_it_is_built_on(tmp_path, monkeypatch):
+    shutil.copytree(provenance_module.POLICIES, tmp_path / "policies")
+    monkeypatch.setattr(provenance_module, "POLICIES", tmp_path / "policies")
+    before = code_hash(Quest)
+    (tmp_path / "policies" / "both_ends.py").write_text("new = 1\n")
+    for name in ("snapkv", "oracle"):
+        (tmp_path / "policies" / f"{name}.py").write_text("# edited\n")
+    assert code_hash(Quest) == before
+    for name in ("base", "topk", "metadata"):
+        (tmp_path / "policies" / f"{name}.py").write_text("# edited\n")
+        assert code_hash(Quest) != before
+        before = code_hash(Quest)
 
 
 def test_code_hash_changes_with_a_policy_of_ones_own(tmp_path, monkeypatch):
