@@ -68,12 +68,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """block_p: pages per tile; num_blocks: programs per list; num_stages: tiles in flight."""
+    """block_p: pages per tile; num_programs: at most, None = one a tile; num_stages: tiles in flight."""
 
     block_p: int
-    num_blocks: int
+    num_programs: int | None
     num_warps: int
     num_stages: int
+    chained: bool = True
 
 
 def launch_score(
@@ -96,11 +97,13 @@ def launch_score(
     """Fills keys (new_keys), of full pages only."""
     rows, kv_heads, num_pages = len(q), mid.shape[1], mid.shape[2]
     assert mid.is_contiguous() and half.is_contiguous()
-    lists = rows * kv_heads
+    lists, tiles = rows * kv_heads, triton.cdiv(num_pages, plan.block_p)
+    programs = lists * (tiles + update)
+    pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
-        score_kernel[(lists * (plan.num_blocks + update),)](
+        score_kernel[(min(programs, plan.num_programs or programs),)](
             *(q, k, starts, lengths, block_table, mid, half, scales, keys),
-            *(float(scale), num_pages, plan.num_blocks, lists, kv_heads, q.shape[1] // kv_heads),
+            *(float(scale), num_pages, tiles, lists, kv_heads, q.shape[1] // kv_heads),
             keys.stride(1),
             0 if block_table is None or len(block_table) == 1 else block_table.stride(0),
             *q.stride(),
@@ -112,7 +115,8 @@ def launch_score(
             GROUP_SUM=group == "sum",
             UPDATE=update,
             INTERPRET=INTERPRETED,
-            PDL=can_overlap_launches(q.device),
+            PDL=pdl,
+            launch_pdl=pdl and plan.chained,
             BLOCK_M=max(16, triton.next_power_of_2(q.shape[1] // kv_heads)),
             BLOCK_D=max(16, triton.next_power_of_2(q.shape[2])),
             BLOCK_P=plan.block_p,
@@ -130,6 +134,8 @@ def launch_choose(
     rule: Rule,
     *,
     flags: Tensor | None = None,
+    poll: int = 0,
+    warps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """pages [B, G, W] and counts [B, G]. flags [B, G]: wait for a list's keys, 0 until they are
     written, not for the whole kernel that writes them; and set its flag."""
@@ -144,9 +150,10 @@ def launch_choose(
             keys.stride(1),
             PAGE_SIZE=rule.page_size,
             POLL=flags is not None,
+            HOW=poll,
             PDL=pdl,
             BLOCK_PAGES=block_pages,
-            num_warps=min(16, max(4, block_pages // 256)),
+            num_warps=warps or min(16, max(4, block_pages // 256)),
             launch_pdl=pdl,
             enable_fp_fusion=True,
         )
@@ -200,4 +207,4 @@ def batch_strides(k: Tensor, block_table: Tensor | None) -> tuple[int, ...]:
 def score_plan_of(num_pages: int) -> ScorePlan:
     """A tile a program: the first lists are scored while programs of the last ones wait for room.
     Measured on one H200 (docs/performance.md)."""
-    return ScorePlan(64, triton.cdiv(num_pages, 64), 4, 2)
+    return ScorePlan(64, None, 4, 2)

@@ -28,6 +28,8 @@ SIZES = [
     "sink_pages",
     "local_pages",
     "num_splits",
+    "early_lists",
+    "early_splits",
     "kv_heads",
     "group_size",
 ]
@@ -57,6 +59,8 @@ def step_attend_kernel(
     sink_pages,
     local_pages,
     num_splits,
+    early_lists,
+    early_splits,
     kv_heads,
     group_size,
     stride_list,
@@ -79,6 +83,7 @@ def step_attend_kernel(
     WHOLE: tl.constexpr,
     CHOOSE: tl.constexpr,  # every split chooses its list's pages; else another kernel does
     P_UNIT: tl.constexpr,
+    POLL: tl.constexpr,
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -89,8 +94,14 @@ def step_attend_kernel(
 ):
     """Grid (lists · num_splits,) in the order of the lists."""
     pdl_launch(PDL)
-    row_list = tl.program_id(0).to(tl.int64) // num_splits
-    split = tl.program_id(0) % num_splits
+    program = tl.program_id(0)
+    num_early = early_lists * early_splits
+    splits = tl.where(program < num_early, early_splits, num_splits)
+    program -= tl.where(program < num_early, 0, num_early)
+    row_list = program // splits
+    split = program - row_list * splits
+    row_list += tl.where(tl.program_id(0) < num_early, 0, early_lists)
+    row_list = row_list.to(tl.int64)
     row = row_list // kv_heads
     kv_head = row_list % kv_heads
     q = load_queries(
@@ -107,8 +118,8 @@ def step_attend_kernel(
     if CHOOSE:
         # All splits of a list write the same.
         choose_pages(
-            *(keys_ptr + row_list * stride_list, length, pages_ptr, rule),
-            *(PAGE_SIZE, True, BLOCK_PAGES),
+            *(keys_ptr + row_list * stride_list, stride_list, length, pages_ptr, rule),
+            *(PAGE_SIZE, True, POLL, BLOCK_PAGES),
         )
         tl.store(counts_ptr + row_list, count)
         tl.debug_barrier()
@@ -129,7 +140,7 @@ def step_attend_kernel(
     lists = (pages_ptr, table_ptr, start, length, count)
     cache = (k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
     m, l, acc = attend_split(
-        *(split, num_splits, count * PAGE_SIZE, q, scale, lists, cache, (None, 0, mask_m)),
+        *(split, splits, count * PAGE_SIZE, q, scale, lists, cache, (None, 0, mask_m)),
         *(D, E, PAGE_SIZE, BLOCK_SIZE, WHOLE, 1, P_UNIT, INTERPRET),
         *(BLOCK_M, BLOCK_T, BLOCK_D, BLOCK_E),
     )

@@ -42,6 +42,10 @@ class StepPlan:
     attend: Plan
     num_splits: int
     chooses: bool
+    early: tuple[int, int] = (0, 0)
+    poll: int = 0
+    merge: tuple[int, int] = (32, 4)
+    choose_warps: int | None = None
 
 
 def quest_step_triton(
@@ -93,6 +97,8 @@ def quest_step_triton(
         pages, counts = launch_choose(
             *(keys, num_pages, lengths, rule),
             flags=flags,
+            poll=plan.poll,
+            warps=plan.choose_warps,
         )
     else:
         pages = lengths.new_empty(rows, kv_heads, rule.width(num_pages))
@@ -107,9 +113,10 @@ def quest_step_triton(
     num_tokens = k.shape[2] * (1 if table is None else table.shape[1])
     pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
-        step_attend_kernel[(lists * splits,)](
+        step_attend_kernel[(plan.early[0] * plan.early[1] + (lists - plan.early[0]) * splits,)](
             *(q, k, v, keys, pages, counts, starts, lengths, table, acc, m, l, flags),
             *(float(scale), num_tokens, *rule.numbers(num_pages), splits),
+            *plan.early,
             *(kv_heads, group_size, keys.stride(1)),
             *(0 if table is None else table.shape[1], *q.stride()),
             *batch_strides(k, table),
@@ -121,6 +128,7 @@ def quest_step_triton(
             WHOLE=is_whole(pages, starts, table, k, page_size, plan.attend.block_t),
             CHOOSE=not plan.chooses,
             P_UNIT=2.0**15 if q.dtype == torch.float16 else 1.0,
+            POLL=plan.poll,
             INTERPRET=INTERPRETED,
             PDL=pdl,
             BLOCK_M=max(16, triton.next_power_of_2(group_size)),
@@ -131,6 +139,7 @@ def quest_step_triton(
             launch_pdl=pdl,
             num_warps=plan.attend.num_warps,
             num_stages=plan.attend.num_stages,
+            maxnreg=plan.attend.maxnreg,
             enable_fp_fusion=True,
         )
     launch_merge(
@@ -138,6 +147,8 @@ def quest_step_triton(
         flags=flags,
         keys=keys,
         heads_per_list=group_size,
+        early=plan.early,
+        shape=plan.merge,
     )
     return out.to(q.dtype), lse, pages, counts
 

@@ -170,7 +170,8 @@ def attend_split(
 ):
     """m, l and acc (times P_UNIT) over one split's share of the walk tokens."""
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.full([BLOCK_M], 0.0, tl.float32)
+    # Summed at the end: a sum over tokens makes the warps of a program wait for each other.
+    l = tl.full([BLOCK_M, BLOCK_T], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
     num_tiles = (tl.maximum(walk, 0) + BLOCK_T - 1) // BLOCK_T
     # No split takes more than one tile more than another.
@@ -193,7 +194,7 @@ def attend_split(
                 *(BLOCK_SIZE, WHOLE, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
             lowest, block = place_of(i + 1, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
-    return m, l, acc
+    return m, tl.sum(l, 1), acc
 
 
 @triton.jit
@@ -261,7 +262,8 @@ def attend_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The running softmax (m, l, acc) after BLOCK_T more tokens of the list."""
+    """The running softmax (m, l, acc) after BLOCK_T more tokens of the list. l: one sum per head,
+    or one per head and place in the tile."""
     k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve = cache
     offs_t = tl.arange(0, BLOCK_T)
     offs_d = tl.arange(0, BLOCK_D)
@@ -299,7 +301,10 @@ def attend_tile(
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2((s - base[:, None]) * LOG2E)
     alpha = tl.exp2((m - base) * LOG2E)
-    l = l * alpha + tl.sum(p, 1)
+    if len(l.shape) == 2:
+        l = l * alpha[:, None] + p
+    else:
+        l = l * alpha + tl.sum(p, 1)
     acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
     return m_new, l, acc
 
@@ -384,7 +389,7 @@ def log_sum(base, l):
     return tl.where(l == 0.0, float("-inf"), base + tl.log(tl.where(l == 0.0, 1.0, l)))
 
 
-@triton.jit(do_not_specialize=["num_splits", "heads_per_list"])
+@triton.jit(do_not_specialize=["num_splits", "heads_per_list", "early_lists", "early_splits"])
 def merge_splits_kernel(
     acc_ptr,  # [B · H, num_splits, E]
     m_ptr,  # [B · H, num_splits]
@@ -395,6 +400,8 @@ def merge_splits_kernel(
     keys_ptr,  # [B · S, stride_list]
     num_splits,
     heads_per_list,
+    early_lists,
+    early_splits,
     stride_list,
     E: tl.constexpr,
     PDL: tl.constexpr,
@@ -402,11 +409,13 @@ def merge_splits_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """Grid (B · H, E / BLOCK_E). An empty split weighs 0; a row of empty ones gives 0 and -inf."""
+    pdl_launch(PDL)
     row_head = tl.program_id(0).to(tl.int64)
     offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     mask_e = offs_e < E
     split = tl.arange(0, BLOCK_SPLITS)
-    mask_split = split < num_splits
+    live = tl.where(row_head // heads_per_list < early_lists, early_splits, num_splits)
+    mask_split = split < live
     offs_split = row_head * num_splits + split
     pdl_wait(PDL)
     m_split = tl.load(m_ptr + offs_split, mask=mask_split, other=float("-inf"))

@@ -112,20 +112,23 @@ def launch_merge(
     flags: Tensor | None = None,
     keys: Tensor | None = None,
     heads_per_list: int = 1,
+    early: tuple[int, int] = (0, 0),
+    shape: tuple[int, int] = (MERGE_CHANNELS, 4),
 ) -> None:
     """Fills out and lse from the splits that the kernel launched just before stores, and sets flags
     and keys back to 0."""
     rows, heads, num_splits, e = acc.shape
     pdl = can_overlap_launches(acc.device)
     with torch.cuda.device_of(acc):
-        merge_splits_kernel[(rows * heads, triton.cdiv(e, MERGE_CHANNELS))](
-            *(acc, m, l, out, lse, flags, keys, num_splits, heads_per_list),
+        merge_splits_kernel[(rows * heads, triton.cdiv(e, shape[0]))](
+            *(acc, m, l, out, lse, flags, keys, num_splits, heads_per_list, *early),
             0 if keys is None else keys.stride(1),
             E=e,
             PDL=pdl,
             launch_pdl=pdl,
             BLOCK_SPLITS=triton.next_power_of_2(num_splits),
-            BLOCK_E=MERGE_CHANNELS,
+            BLOCK_E=shape[0],
+            num_warps=shape[1],
             enable_fp_fusion=True,
         )
 
@@ -151,6 +154,7 @@ class Plan:
     block_t: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 def plan_of(lists: int, page_size: int, token_bytes: int, *, is_sparse: bool) -> Plan:
