@@ -45,6 +45,7 @@ class StepPlan:
     early: tuple[int, int] = (0, 0)
     poll: int = 0
     merge: tuple[int, int] = (32, 4)
+    trigger: int = 2
     choose_warps: int | None = None
 
 
@@ -149,6 +150,7 @@ def quest_step_triton(
         heads_per_list=group_size,
         early=plan.early,
         shape=plan.merge,
+        trigger=plan.trigger,
     )
     return out.to(q.dtype), lse, pages, counts
 

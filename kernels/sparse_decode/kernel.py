@@ -405,11 +405,12 @@ def merge_splits_kernel(
     stride_list,
     E: tl.constexpr,
     PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """Grid (B · H, E / BLOCK_E). An empty split weighs 0; a row of empty ones gives 0 and -inf."""
-    pdl_launch(PDL)
+    pdl_launch(PDL and TRIGGER == 1)
     row_head = tl.program_id(0).to(tl.int64)
     offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     mask_e = offs_e < E
@@ -418,6 +419,7 @@ def merge_splits_kernel(
     mask_split = split < live
     offs_split = row_head * num_splits + split
     pdl_wait(PDL)
+    pdl_launch(PDL and TRIGGER == 2)
     m_split = tl.load(m_ptr + offs_split, mask=mask_split, other=float("-inf"))
     l_split = tl.load(l_ptr + offs_split, mask=mask_split, other=0.0)
     acc = tl.load(

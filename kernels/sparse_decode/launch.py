@@ -114,6 +114,7 @@ def launch_merge(
     heads_per_list: int = 1,
     early: tuple[int, int] = (0, 0),
     shape: tuple[int, int] = (MERGE_CHANNELS, 4),
+    trigger: int = 2,
 ) -> None:
     """Fills out and lse from the splits that the kernel launched just before stores, and sets flags
     and keys back to 0."""
@@ -125,6 +126,7 @@ def launch_merge(
             0 if keys is None else keys.stride(1),
             E=e,
             PDL=pdl,
+            TRIGGER=trigger,
             launch_pdl=pdl,
             BLOCK_SPLITS=triton.next_power_of_2(num_splits),
             BLOCK_E=shape[0],
