@@ -214,7 +214,6 @@ def choose_kernel(
     stride_list,
     PAGE_SIZE: tl.constexpr,
     POLL: tl.constexpr,  # wait for a list's keys, not for the whole score kernel; set its flag
-    HOW: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_PAGES: tl.constexpr,
 ):
@@ -228,7 +227,7 @@ def choose_kernel(
         pdl_wait(PDL)
     count = choose_pages(
         *(keys_ptr + row_list * stride_list, stride_list, length),
-        *(pages_ptr + row_list * width, rule, PAGE_SIZE, POLL, HOW, BLOCK_PAGES),
+        *(pages_ptr + row_list * width, rule, PAGE_SIZE, POLL, BLOCK_PAGES),
     )
     tl.store(counts_ptr + row_list, count)
     if POLL:
@@ -246,6 +245,15 @@ def count_of(length, rule, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
+def forced_of(length, rule, PAGE_SIZE: tl.constexpr):
+    """Pages of a row; of these the first num_sinks and those from first_local on are forced."""
+    num_pages, _, _, _, sink_pages, local_pages = rule
+    num_visible = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
+    first_local = tl.maximum(num_visible - local_pages, 0)
+    return num_visible, tl.minimum(sink_pages, first_local), first_local
+
+
+@triton.jit
 def choose_pages(
     keys_ptr,
     stride_list,  # what may be read from keys_ptr on, a multiple of 16
@@ -254,7 +262,6 @@ def choose_pages(
     rule,
     PAGE_SIZE: tl.constexpr,
     POLL: tl.constexpr,  # wait until no key is 0
-    HOW: tl.constexpr,
     BLOCK_PAGES: tl.constexpr,
 ):
     """Writes a list: the forced pages and the best of the others, ascending; ties to the lowest
@@ -262,34 +269,27 @@ def choose_pages(
 
     The threshold is cornered three or four ways a round, and the rounds end as soon as it parts the
     wanted number of pages from the rest."""
-    num_pages, width, num_selected, budget, sink_pages, local_pages = rule
+    width = rule[1]
     offs = tl.arange(0, BLOCK_PAGES)
-    num_visible = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
-    first_local = tl.maximum(num_visible - local_pages, 0)
-    num_sinks = tl.minimum(sink_pages, first_local)
+    num_visible, num_sinks, first_local = forced_of(length, rule, PAGE_SIZE)
     is_open = (offs >= num_sinks) & (offs < first_local)
     num_open = first_local - num_sinks
     count = count_of(length, rule, PAGE_SIZE)
-    wanted = count - (num_visible - num_open)
-    if POLL and HOW == 1:
-        last = keys_ptr + tl.maximum(first_local - 1, 0)
-        while (tl.load(last, volatile=True) == 0) & (num_open > 0):
-            pass
     # In whole vectors: what is not open is masked after.
     key = tl.load(keys_ptr + offs, mask=offs < stride_list, volatile=POLL)
-    key = tl.where(is_open, key, UINT_MAX)
-    # num_lo keys are >= lo, never fewer than wanted; num_hi are >= hi, always fewer.
-    lo = tl.min(key, 0)
+    lo = tl.min(tl.where(is_open, key, UINT_MAX), 0)
     if POLL:
         while lo == 0:
             key = tl.load(keys_ptr + offs, mask=offs < stride_list, volatile=True)
-            key = tl.where(is_open, key, UINT_MAX)
-            lo = tl.min(key, 0)
-    key = tl.where(is_open, key, 0)
-    hi = tl.max(key, 0) + 1
-    num_lo = num_open
-    num_hi = 0
-    while (hi - lo > 1) & (num_lo > wanted) & (wanted > 0):
+            lo = tl.min(tl.where(is_open, key, UINT_MAX), 0)
+    hi = tl.max(tl.where(is_open, key, 0), 0) + 1
+    # Forced pages count as the highest, none is as high; what is not visible as the lowest.
+    key = tl.where(is_open, key, tl.where(offs < num_visible, UINT_MAX, 0))
+    # num_lo keys are >= lo, never fewer than count; num_hi are >= hi, always fewer.
+    has_choice = count > num_visible - num_open
+    num_lo = num_visible
+    num_hi = num_visible - num_open
+    while (hi - lo > 1) & (num_lo > count) & has_choice:
         part = tl.maximum((hi - lo) // (4 if BLOCK_PAGES <= 1024 else 3), 1)
         t1 = lo + part
         t2 = tl.minimum(t1 + part, hi - 1)
@@ -307,15 +307,15 @@ def choose_pages(
             n2 = counts >> 16
             t3 = hi
             n3 = num_hi
-        if n3 >= wanted:
+        if n3 >= count:
             lo = t3
             num_lo = n3
-        elif n2 >= wanted:
+        elif n2 >= count:
             lo = t2
             num_lo = n2
             hi = t3
             num_hi = n3
-        elif n1 >= wanted:
+        elif n1 >= count:
             lo = t1
             num_lo = n1
             hi = t2
@@ -324,22 +324,23 @@ def choose_pages(
             hi = t1
             num_hi = n1
 
-    # Either everything from lo up is wanted, or the keys that equal lo fill what is left.
-    has_ties = (num_lo > wanted) & (wanted > 0)
-    # No key is as large as UINT_MAX.
-    at_least = tl.where(wanted > 0, tl.where(has_ties, hi, lo), UINT_MAX)
-    above = is_open & (key >= at_least)
-    tied = is_open & (key == tl.where(has_ties, lo, UINT_MAX))
-    above = above | (offs < num_sinks) | ((offs >= first_local) & (offs < num_visible))
-    room = wanted - num_hi
-    # One scan counts both kinds: pages before this one that are above, and that are tied.
-    before = tl.cumsum(above.to(tl.int32) + (tied.to(tl.int32) << 16), 0)
-    num_above = (before & 0xFFFF) - above.to(tl.int32)
-    num_tied = (before >> 16) - tied.to(tl.int32)
-    keep = above | (tied & (num_tied < room))
-    slot = num_above + tl.where(has_ties, tl.minimum(num_tied, room), 0)
-    tl.store(pages_ptr + slot, offs, mask=keep)
-    tl.store(pages_ptr + offs, -1, mask=(offs >= count) & (offs < width))
+    # Either everything from lo up is kept, or the keys that equal lo fill what is left.
+    has_ties = (num_lo > count) & has_choice
+    keep = key >= tl.where(has_choice, tl.where(has_ties, hi, lo), UINT_MAX)
+    if has_ties:
+        tied = key == lo
+        # One scan counts both kinds: pages up to this one that are above, and that are tied.
+        before = tl.cumsum(keep.to(tl.int32) + (tied.to(tl.int32) << 16), 0)
+        num_tied = tl.minimum((before >> 16) - tied.to(tl.int32), count - num_hi)
+        slot = (before & 0xFFFF) - keep.to(tl.int32) + num_tied
+        keep = keep | (tied & (num_tied < count - num_hi))
+    else:
+        slot = tl.cumsum(keep.to(tl.int32), 0) - keep.to(tl.int32)
+    # In one number, for the way to the layout of the store.
+    place = tl.where(keep, (slot << 16) + offs, -1)
+    tl.store(pages_ptr + (place >> 16), place & 0xFFFF, mask=place >= 0)
+    if count < width:
+        tl.store(pages_ptr + offs, -1, mask=(offs >= count) & (offs < width))
     return count
 
 

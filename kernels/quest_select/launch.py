@@ -32,7 +32,7 @@ def quest_select_triton(
     scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in api.quest_select, which checks them."""
-    plan = score_plan_of(mid.shape[2])
+    plan = ScorePlan(64, None, 4, 2)
     keys = new_keys(len(q), mid.shape[1], mid.shape[2], q.device)
     launch_score(
         *(q, k, mid, half, starts, lengths, keys, plan),
@@ -74,7 +74,6 @@ class ScorePlan:
     num_programs: int | None
     num_warps: int
     num_stages: int
-    chained: bool = True
 
 
 def launch_score(
@@ -116,7 +115,7 @@ def launch_score(
             UPDATE=update,
             INTERPRET=INTERPRETED,
             PDL=pdl,
-            launch_pdl=pdl and plan.chained,
+            launch_pdl=pdl,
             BLOCK_M=max(16, triton.next_power_of_2(q.shape[1] // kv_heads)),
             BLOCK_D=max(16, triton.next_power_of_2(q.shape[2])),
             BLOCK_P=plan.block_p,
@@ -134,8 +133,6 @@ def launch_choose(
     rule: Rule,
     *,
     flags: Tensor | None = None,
-    poll: int = 0,
-    warps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """pages [B, G, W] and counts [B, G]. flags [B, G]: wait for a list's keys, 0 until they are
     written, not for the whole kernel that writes them; and set its flag."""
@@ -150,10 +147,9 @@ def launch_choose(
             keys.stride(1),
             PAGE_SIZE=rule.page_size,
             POLL=flags is not None,
-            HOW=poll,
             PDL=pdl,
             BLOCK_PAGES=block_pages,
-            num_warps=warps or min(16, max(4, block_pages // 256)),
+            num_warps=min(16, max(4, block_pages // 256)),
             launch_pdl=pdl,
             enable_fp_fusion=True,
         )
@@ -204,7 +200,3 @@ def batch_strides(k: Tensor, block_table: Tensor | None) -> tuple[int, ...]:
     return (k.stride(0) if block_table is not None or len(k) > 1 else 0, *k.stride()[1:])
 
 
-def score_plan_of(num_pages: int) -> ScorePlan:
-    """A tile a program: the first lists are scored while programs of the last ones wait for room.
-    Measured on one H200 (docs/performance.md)."""
-    return ScorePlan(64, None, 4, 2)

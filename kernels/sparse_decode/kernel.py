@@ -109,9 +109,11 @@ def attend_split_kernel(
     lists = (pages_ptr, table_ptr, start, length, count)
     cache = (k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
     parts = (part_ptr, num_parts, mask_m)
+    num_tiles = (tl.maximum(walk, 0) + BLOCK_T - 1) // BLOCK_T
+    m, l, acc = new_state(BLOCK_M, BLOCK_T, BLOCK_E)
     m, l, acc = attend_split(
-        *(split, num_splits, walk, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
-        *(WHOLE, PART, P_UNIT, INTERPRET, BLOCK_M, BLOCK_T, BLOCK_D, BLOCK_E),
+        *(split, num_splits, 0, num_tiles, m, l, acc, q, scale, lists, cache, parts, D, E),
+        *(PAGE_SIZE, BLOCK_SIZE, WHOLE, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
     )
     store_split(
         *(acc_ptr, m_ptr, l_ptr, row_head * num_splits + split, mask_m, m, l, acc / P_UNIT),
@@ -146,10 +148,24 @@ def load_queries(
 
 
 @triton.jit
+def new_state(BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+    """m, l and acc before the first tile. l is summed over a tile's places only at the end: a sum
+    makes the warps of a program wait for each other."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.full([BLOCK_M, BLOCK_T], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
+    return m, l, acc
+
+
+@triton.jit
 def attend_split(
     split,
     num_splits,
-    walk,
+    first,
+    num_tiles,
+    m,
+    l,
+    acc,
     q,
     scale,
     lists,
@@ -163,20 +179,14 @@ def attend_split(
     PART: tl.constexpr,
     P_UNIT: tl.constexpr,
     INTERPRET: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """m, l and acc (times P_UNIT) over one split's share of the walk tokens."""
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    # Summed at the end: a sum over tokens makes the warps of a program wait for each other.
-    l = tl.full([BLOCK_M, BLOCK_T], 0.0, tl.float32)
-    acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
-    num_tiles = (tl.maximum(walk, 0) + BLOCK_T - 1) // BLOCK_T
+    """m, l and acc (times P_UNIT) after one split's share of the num_tiles tiles from first on."""
     # No split takes more than one tile more than another.
-    tile = split * num_tiles // num_splits
-    end = (split + 1) * num_tiles // num_splits
+    tile = first + split * num_tiles // num_splits
+    end = first + (split + 1) * num_tiles // num_splits
     # A tile's place is found while the tile before it is read: the ids are loads themselves.
     lowest, block = place_of(tile, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
     if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
@@ -194,7 +204,7 @@ def attend_split(
                 *(BLOCK_SIZE, WHOLE, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
             lowest, block = place_of(i + 1, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
-    return m, tl.sum(l, 1), acc
+    return m, l, acc
 
 
 @triton.jit
@@ -203,7 +213,7 @@ def store_split(
 ):
     offs_e = tl.arange(0, BLOCK_E)
     tl.store(m_ptr + offs_split, m, mask=mask_m)
-    tl.store(l_ptr + offs_split, l, mask=mask_m)
+    tl.store(l_ptr + offs_split, tl.sum(l, 1), mask=mask_m)
     acc_ptrs = acc_ptr + offs_split[:, None] * E + offs_e
     tl.store(acc_ptrs, acc, mask=mask_m[:, None] & (offs_e < E))
 
@@ -389,7 +399,7 @@ def log_sum(base, l):
     return tl.where(l == 0.0, float("-inf"), base + tl.log(tl.where(l == 0.0, 1.0, l)))
 
 
-@triton.jit(do_not_specialize=["num_splits", "heads_per_list", "early_lists", "early_splits"])
+@triton.jit(do_not_specialize=["num_splits", "heads_per_list"])
 def merge_splits_kernel(
     acc_ptr,  # [B · H, num_splits, E]
     m_ptr,  # [B · H, num_splits]
@@ -400,26 +410,21 @@ def merge_splits_kernel(
     keys_ptr,  # [B · S, stride_list]
     num_splits,
     heads_per_list,
-    early_lists,
-    early_splits,
     stride_list,
     E: tl.constexpr,
     PDL: tl.constexpr,
-    TRIGGER: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """Grid (B · H, E / BLOCK_E). An empty split weighs 0; a row of empty ones gives 0 and -inf."""
-    pdl_launch(PDL and TRIGGER == 1)
     row_head = tl.program_id(0).to(tl.int64)
     offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     mask_e = offs_e < E
     split = tl.arange(0, BLOCK_SPLITS)
-    live = tl.where(row_head // heads_per_list < early_lists, early_splits, num_splits)
-    mask_split = split < live
+    mask_split = split < num_splits
     offs_split = row_head * num_splits + split
     pdl_wait(PDL)
-    pdl_launch(PDL and TRIGGER == 2)
+    pdl_launch(PDL)  # no earlier: what comes next would take room where attention still runs
     m_split = tl.load(m_ptr + offs_split, mask=mask_split, other=float("-inf"))
     l_split = tl.load(l_ptr + offs_split, mask=mask_split, other=0.0)
     acc = tl.load(
