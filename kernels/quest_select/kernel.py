@@ -23,7 +23,9 @@ UINT_MAX = tl.constexpr(2**32 - 1)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 
-@triton.jit(do_not_specialize=["num_pages", "num_blocks", "num_lists", "kv_heads", "group_size"])
+@triton.jit(
+    do_not_specialize=["num_pages", "tiles_per_list", "num_lists", "kv_heads", "group_size"]
+)
 def score_kernel(
     q_ptr,  # [B, H, D]
     k_ptr,  # [batch or block, G, token, D]
@@ -36,7 +38,7 @@ def score_kernel(
     keys_ptr,  # [B, G, stride_list] uint32; what is not a full page stays unwritten
     scale,
     num_pages,
-    num_blocks,
+    tiles_per_list,
     num_lists,
     kv_heads,
     group_size,
@@ -54,7 +56,7 @@ def score_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP_SUM: tl.constexpr,
-    UPDATE: tl.constexpr,  # num_lists programs more, for the page that just filled
+    UPDATE: tl.constexpr,  # write the metadata of the pages that just filled
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -62,69 +64,71 @@ def score_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Grid (lists · (num_blocks + UPDATE),), scores first, in the order of the lists.
+    """Grid: any number of programs; each takes every so many-th tile of all lists' tiles in the
+    order of the lists, then of the pages that just filled.
 
-    The page that just filled is the newest: it is forced, so nobody needs its score."""
+    Such a page is the newest: it is forced, so nobody needs its score."""
+    pdl_wait(PDL)
     pdl_launch(PDL)
     program = tl.program_id(0)
-    if program < num_lists * num_blocks:
-        row_list = program // num_blocks
-        row = (row_list // kv_heads).to(tl.int64)
-        kv_head = row_list % kv_heads
-        block = program % num_blocks
-        q = load_queries(
-            *(q_ptr + row * stride_qb, kv_head * group_size, group_size),
-            *(stride_qh, stride_qd, D, False, BLOCK_M, BLOCK_D),
-        )
-        num_full = tl.minimum(tl.load(lengths_ptr + row) // PAGE_SIZE, num_pages)
-        meta = row * stride_mb + kv_head.to(tl.int64) * num_pages * D
-        if scales_ptr is not None:
-            scales_ptr += meta // D * 2
-        box = (mid_ptr + meta, half_ptr + meta, scales_ptr)
-        keys_ptr += row_list.to(tl.int64) * stride_list
-        pages = (keys_ptr, box, num_full)
-        num_tiles = (num_full + BLOCK_P - 1) // BLOCK_P
-        tile = block * num_tiles // num_blocks
-        end = (block + 1) * num_tiles // num_blocks
-        options = (q, group_size, scale, pages)
-        if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
-            while tile < end:
-                score_tile(tile, *options, D, GROUP_SUM, INTERPRET, BLOCK_M, BLOCK_D, BLOCK_P)
-                tile += 1
-        else:
-            for i in tl.range(tile, end):
-                score_tile(i, *options, D, GROUP_SUM, INTERPRET, BLOCK_M, BLOCK_D, BLOCK_P)
-    elif UPDATE:
-        row_list = program - num_lists * num_blocks
-        row = (row_list // kv_heads).to(tl.int64)
-        kv_head = row_list % kv_heads
-        length = tl.load(lengths_ptr + row)
-        page = length // PAGE_SIZE - 1
-        if (page >= 0) & (page < num_pages) & (length % PAGE_SIZE == 0):
-            meta = row * stride_mb + kv_head.to(tl.int64) * num_pages * D
-            if scales_ptr is not None:
-                scales_ptr += meta // D * 2
-            write_metadata(
-                *(row, kv_head, page, length, k_ptr, starts_ptr, table_ptr),
-                *(mid_ptr + meta, half_ptr + meta, scales_ptr),
-                *(
-                    stride_tb,
-                    (stride_kb, stride_kg, stride_kn, stride_kd),
-                    D,
-                    PAGE_SIZE,
-                    BLOCK_SIZE,
-                ),
-                *(BLOCK_D, BLOCK_TOKENS),
+    stride = tl.num_programs(0)
+    num_tiles = num_lists * tiles_per_list
+    query = (q_ptr, stride_qb, stride_qh, stride_qd, kv_heads, group_size, scale)
+    boxes = (mid_ptr, half_ptr, scales_ptr, stride_mb, keys_ptr, stride_list)
+    sizes = (lengths_ptr, num_pages, tiles_per_list, num_tiles)
+    tile = program
+    # Found while the tile before it is read: a load within an iteration would stop its pipeline.
+    num_full = full_pages_of(tile, sizes, kv_heads, PAGE_SIZE)
+    if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
+        while tile < num_tiles:
+            score_tile(
+                *(tile, num_full, query, boxes, sizes, D, GROUP_SUM, INTERPRET),
+                *(BLOCK_M, BLOCK_D, BLOCK_P),
             )
+            tile += stride
+            num_full = full_pages_of(tile, sizes, kv_heads, PAGE_SIZE)
+    else:
+        for i in tl.range(tile, num_tiles, stride):
+            score_tile(
+                *(i, num_full, query, boxes, sizes, D, GROUP_SUM, INTERPRET),
+                *(BLOCK_M, BLOCK_D, BLOCK_P),
+            )
+            num_full = full_pages_of(i + stride, sizes, kv_heads, PAGE_SIZE)
+    if UPDATE:
+        rounds = (tl.maximum(num_tiles - program, 0) + stride - 1) // stride
+        row_list = program + rounds * stride - num_tiles
+        while row_list < num_lists:
+            row = (row_list // kv_heads).to(tl.int64)
+            kv_head = row_list % kv_heads
+            length = tl.load(lengths_ptr + row)
+            page = length // PAGE_SIZE - 1
+            if (page >= 0) & (page < num_pages) & (length % PAGE_SIZE == 0):
+                meta = row * stride_mb + kv_head.to(tl.int64) * num_pages * D
+                write_metadata(
+                    *(row, kv_head, page, length, k_ptr, starts_ptr, table_ptr),
+                    *(meta, mid_ptr, half_ptr, scales_ptr),
+                    *(stride_tb, (stride_kb, stride_kg, stride_kn, stride_kd)),
+                    *(D, PAGE_SIZE, BLOCK_SIZE, BLOCK_D, BLOCK_TOKENS),
+                )
+            row_list += stride
+
+
+@triton.jit
+def full_pages_of(tile, sizes, kv_heads, PAGE_SIZE: tl.constexpr):
+    """Full pages of the row that a tile belongs to."""
+    lengths_ptr, num_pages, tiles_per_list, num_tiles = sizes
+    row = tile // tiles_per_list // kv_heads
+    length = tl.load(lengths_ptr + row, mask=tile < num_tiles, other=0)
+    return tl.minimum(length // PAGE_SIZE, num_pages)
 
 
 @triton.jit
 def score_tile(
     tile,
-    q,
-    group_size,
-    scale,
-    pages,
+    num_full,
+    query,
+    boxes,
+    sizes,
     D: tl.constexpr,
     GROUP_SUM: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -132,16 +136,26 @@ def score_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Stores the keys of BLOCK_P pages."""
-    keys_ptr, box, num_full = pages
-    mid_ptr, half_ptr, scales_ptr = box
+    """Stores the keys of BLOCK_P pages of one list."""
+    q_ptr, stride_qb, stride_qh, stride_qd, kv_heads, group_size, scale = query
+    mid_ptr, half_ptr, scales_ptr, stride_mb, keys_ptr, stride_list = boxes
+    _, num_pages, tiles_per_list, _ = sizes
+    row_list = tile // tiles_per_list
+    row = (row_list // kv_heads).to(tl.int64)
+    kv_head = row_list % kv_heads
+    q = load_queries(
+        *(q_ptr + row * stride_qb, kv_head * group_size, group_size),
+        *(stride_qh, stride_qd, D, False, BLOCK_M, BLOCK_D),
+    )
+    meta = row * stride_mb + kv_head.to(tl.int64) * num_pages * D
+    keys_ptr += row_list.to(tl.int64) * stride_list
     offs_d = tl.arange(0, BLOCK_D)
-    offs_p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
+    offs_p = tile % tiles_per_list * BLOCK_P + tl.arange(0, BLOCK_P)
     mask_m = tl.arange(0, BLOCK_M) < group_size
     offs_meta = offs_p.to(tl.int64)[:, None] * D + offs_d
     mask_meta = (offs_p < num_full)[:, None] & (offs_d < D)
-    mid = tl.load(mid_ptr + offs_meta, mask=mask_meta, other=0.0)  # [BLOCK_P, BLOCK_D]
-    half = tl.load(half_ptr + offs_meta, mask=mask_meta, other=0.0)
+    mid = tl.load(mid_ptr + meta + offs_meta, mask=mask_meta, other=0.0)  # [BLOCK_P, BLOCK_D]
+    half = tl.load(half_ptr + meta + offs_meta, mask=mask_meta, other=0.0)
     if INTERPRET:
         mid = mid.to(tl.float32)
         half = half.to(tl.float32)
@@ -154,6 +168,7 @@ def score_tile(
         s = tl.dot(tl.abs(q), tl.trans(half), s, input_precision="ieee") * scale
     else:
         mask_p = offs_p < num_full
+        scales_ptr += meta // D * 2
         mid_scale = tl.load(scales_ptr + 2 * offs_p, mask=mask_p, other=0.0)
         half_scale = tl.load(scales_ptr + 2 * offs_p + 1, mask=mask_p, other=0.0)
         spread = tl.dot(tl.abs(q), tl.trans(half), input_precision="ieee")
@@ -211,8 +226,8 @@ def choose_kernel(
     if not POLL:
         pdl_wait(PDL)
     count = choose_pages(
-        *(keys_ptr + row_list * stride_list, length, pages_ptr + row_list * width, rule),
-        *(PAGE_SIZE, POLL, BLOCK_PAGES),
+        *(keys_ptr + row_list * stride_list, stride_list, length),
+        *(pages_ptr + row_list * width, rule, PAGE_SIZE, POLL, BLOCK_PAGES),
     )
     tl.store(counts_ptr + row_list, count)
     if POLL:
@@ -230,8 +245,18 @@ def count_of(length, rule, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
+def forced_of(length, rule, PAGE_SIZE: tl.constexpr):
+    """Pages of a row; of these the first num_sinks and those from first_local on are forced."""
+    num_pages, _, _, _, sink_pages, local_pages = rule
+    num_visible = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
+    first_local = tl.maximum(num_visible - local_pages, 0)
+    return num_visible, tl.minimum(sink_pages, first_local), first_local
+
+
+@triton.jit
 def choose_pages(
     keys_ptr,
+    stride_list,  # what may be read from keys_ptr on, a multiple of 16
     length,
     pages_ptr,
     rule,
@@ -242,42 +267,55 @@ def choose_pages(
     """Writes a list: the forced pages and the best of the others, ascending; ties to the lowest
     id. Returns its count.
 
-    The threshold is cornered three ways a round, and the rounds end as soon as it parts the wanted
-    number of pages from the rest."""
-    num_pages, width, num_selected, budget, sink_pages, local_pages = rule
+    The threshold is cornered three or four ways a round, and the rounds end as soon as it parts the
+    wanted number of pages from the rest."""
+    width = rule[1]
     offs = tl.arange(0, BLOCK_PAGES)
-    num_visible = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
-    first_local = tl.maximum(num_visible - local_pages, 0)
-    num_sinks = tl.minimum(sink_pages, first_local)
+    num_visible, num_sinks, first_local = forced_of(length, rule, PAGE_SIZE)
     is_open = (offs >= num_sinks) & (offs < first_local)
     num_open = first_local - num_sinks
     count = count_of(length, rule, PAGE_SIZE)
-    wanted = count - (num_visible - num_open)
+    # In whole vectors: what is not open is masked after.
+    key = tl.load(keys_ptr + offs, mask=offs < stride_list, volatile=POLL)
+    lo = tl.min(tl.where(is_open, key, UINT_MAX), 0)
     if POLL:
-        key = tl.load(keys_ptr + offs, mask=is_open, other=UINT_MAX, volatile=True)
-        while tl.min(key, 0) == 0:
-            key = tl.load(keys_ptr + offs, mask=is_open, other=UINT_MAX, volatile=True)
-    else:
-        key = tl.load(keys_ptr + offs, mask=is_open, other=UINT_MAX)
-    # num_lo keys are >= lo, never fewer than wanted; num_hi are >= hi, always fewer.
-    lo = tl.min(key, 0)
-    key = tl.where(is_open, key, 0)
-    hi = tl.max(key, 0) + 1
-    num_lo = num_open
-    num_hi = 0
-    while (hi - lo > 1) & (num_lo > wanted) & (wanted > 0):
-        third = (hi - lo) // 3
-        t1 = lo + third
-        t2 = tl.minimum(hi - third, hi - 1)
-        # Both counts in one sum: there are fewer than 2^15 pages.
-        both = (key >= t1).to(tl.int32) + ((key >= t2).to(tl.int32) << 16)
-        both = tl.sum(both, 0)
-        n1 = both & 0xFFFF
-        n2 = both >> 16
-        if n2 >= wanted:
+        while lo == 0:
+            key = tl.load(keys_ptr + offs, mask=offs < stride_list, volatile=True)
+            lo = tl.min(tl.where(is_open, key, UINT_MAX), 0)
+    hi = tl.max(tl.where(is_open, key, 0), 0) + 1
+    # Forced pages count as the highest, none is as high; what is not visible as the lowest.
+    key = tl.where(is_open, key, tl.where(offs < num_visible, UINT_MAX, 0))
+    # num_lo keys are >= lo, never fewer than count; num_hi are >= hi, always fewer.
+    has_choice = count > num_visible - num_open
+    num_lo = num_visible
+    num_hi = num_visible - num_open
+    while (hi - lo > 1) & (num_lo > count) & has_choice:
+        part = tl.maximum((hi - lo) // (4 if BLOCK_PAGES <= 1024 else 3), 1)
+        t1 = lo + part
+        t2 = tl.minimum(t1 + part, hi - 1)
+        if BLOCK_PAGES <= 1024:
+            # Three counts in one sum: fewer than 2^10 keys are > lo.
+            t3 = tl.minimum(t2 + part, hi - 1)
+            counts = (key >= t1).to(tl.int32) + ((key >= t2).to(tl.int32) << 10)
+            counts = tl.sum(counts + ((key >= t3).to(tl.int32) << 20), 0)
+            n1 = counts & 0x3FF
+            n2 = (counts >> 10) & 0x3FF
+            n3 = counts >> 20
+        else:  # two: there are fewer than 2^15 pages
+            counts = tl.sum((key >= t1).to(tl.int32) + ((key >= t2).to(tl.int32) << 16), 0)
+            n1 = counts & 0xFFFF
+            n2 = counts >> 16
+            t3 = hi
+            n3 = num_hi
+        if n3 >= count:
+            lo = t3
+            num_lo = n3
+        elif n2 >= count:
             lo = t2
             num_lo = n2
-        elif n1 >= wanted:
+            hi = t3
+            num_hi = n3
+        elif n1 >= count:
             lo = t1
             num_lo = n1
             hi = t2
@@ -286,22 +324,23 @@ def choose_pages(
             hi = t1
             num_hi = n1
 
-    # Either everything from lo up is wanted, or the keys that equal lo fill what is left.
-    has_ties = (num_lo > wanted) & (wanted > 0)
-    # No key is as large as UINT_MAX.
-    at_least = tl.where(wanted > 0, tl.where(has_ties, hi, lo), UINT_MAX)
-    above = is_open & (key >= at_least)
-    tied = is_open & (key == tl.where(has_ties, lo, UINT_MAX))
-    above = above | (offs < num_sinks) | ((offs >= first_local) & (offs < num_visible))
-    room = wanted - num_hi
-    # One scan counts both kinds: pages before this one that are above, and that are tied.
-    before = tl.cumsum(above.to(tl.int32) + (tied.to(tl.int32) << 16), 0)
-    num_above = (before & 0xFFFF) - above.to(tl.int32)
-    num_tied = (before >> 16) - tied.to(tl.int32)
-    keep = above | (tied & (num_tied < room))
-    slot = num_above + tl.where(has_ties, tl.minimum(num_tied, room), 0)
-    tl.store(pages_ptr + slot, offs, mask=keep)
-    tl.store(pages_ptr + offs, -1, mask=(offs >= count) & (offs < width))
+    # Either everything from lo up is kept, or the keys that equal lo fill what is left.
+    has_ties = (num_lo > count) & has_choice
+    keep = key >= tl.where(has_choice, tl.where(has_ties, hi, lo), UINT_MAX)
+    if has_ties:
+        tied = key == lo
+        # One scan counts both kinds: pages up to this one that are above, and that are tied.
+        before = tl.cumsum(keep.to(tl.int32) + (tied.to(tl.int32) << 16), 0)
+        num_tied = tl.minimum((before >> 16) - tied.to(tl.int32), count - num_hi)
+        slot = (before & 0xFFFF) - keep.to(tl.int32) + num_tied
+        keep = keep | (tied & (num_tied < count - num_hi))
+    else:
+        slot = tl.cumsum(keep.to(tl.int32), 0) - keep.to(tl.int32)
+    # In one number, for the way to the layout of the store.
+    place = tl.where(keep, (slot << 16) + offs, -1)
+    tl.store(pages_ptr + (place >> 16), place & 0xFFFF, mask=place >= 0)
+    if count < width:
+        tl.store(pages_ptr + offs, -1, mask=(offs >= count) & (offs < width))
     return count
 
 
@@ -333,11 +372,9 @@ def update_kernel(
     length = tl.load(lengths_ptr + row)
     if length >= PAGE_SIZE:
         meta = row * stride_mb + kv_head.to(tl.int64) * num_pages * D
-        if scales_ptr is not None:
-            scales_ptr += meta // D * 2
         write_metadata(
             *(row, kv_head, length // PAGE_SIZE - 1, length, k_ptr, starts_ptr, table_ptr),
-            *(mid_ptr + meta, half_ptr + meta, scales_ptr),
+            *(meta, mid_ptr, half_ptr, scales_ptr),
             *(stride_tb, (stride_kb, stride_kg, stride_kn, stride_kd), D, PAGE_SIZE, BLOCK_SIZE),
             *(BLOCK_D, BLOCK_TOKENS),
         )
@@ -352,6 +389,7 @@ def write_metadata(
     k_ptr,
     starts_ptr,
     table_ptr,
+    meta,  # where the list's metadata starts
     mid_ptr,
     half_ptr,
     scales_ptr,
@@ -385,7 +423,7 @@ def write_metadata(
     ).to(tl.float32)
     lo = tl.min(tl.where(mask, keys, float("inf")), 0).to(tl.float64)
     hi = tl.max(tl.where(mask, keys, float("-inf")), 0).to(tl.float64)
-    offs = page.to(tl.int64) * D + offs_d
+    offs = meta + page.to(tl.int64) * D + offs_d
     mask_d = offs_d < D
     center = (lo + hi) * 0.5
     if scales_ptr is None:
@@ -406,8 +444,9 @@ def write_metadata(
         half_code = tl.where(half_code * half_scale < half, half_code + 1, half_code)
         tl.store(mid_ptr + offs, code.to(tl.int32).to(tl.int8), mask=mask_d)
         tl.store(half_ptr + offs, half_code.to(tl.int32).to(tl.uint8), mask=mask_d)
-        tl.store(scales_ptr + 2 * page.to(tl.int64), scale)
-        tl.store(scales_ptr + 2 * page.to(tl.int64) + 1, half_scale.to(tl.float32))
+        scales_ptr += 2 * (meta // D + page.to(tl.int64))
+        tl.store(scales_ptr, scale)
+        tl.store(scales_ptr + 1, half_scale.to(tl.float32))
 
 
 @triton.jit

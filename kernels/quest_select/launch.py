@@ -32,7 +32,7 @@ def quest_select_triton(
     scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in api.quest_select, which checks them."""
-    plan = score_plan_of(mid.shape[2])
+    plan = ScorePlan(64, None, 4, 2)
     keys = new_keys(len(q), mid.shape[1], mid.shape[2], q.device)
     launch_score(
         *(q, k, mid, half, starts, lengths, keys, plan),
@@ -68,10 +68,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """block_p: pages per tile; num_blocks: programs per list; num_stages: tiles in flight."""
+    """block_p: pages per tile; num_programs: at most, None = one a tile; num_stages: tiles in flight."""
 
     block_p: int
-    num_blocks: int
+    num_programs: int | None
     num_warps: int
     num_stages: int
 
@@ -96,11 +96,13 @@ def launch_score(
     """Fills keys (new_keys), of full pages only."""
     rows, kv_heads, num_pages = len(q), mid.shape[1], mid.shape[2]
     assert mid.is_contiguous() and half.is_contiguous()
-    lists = rows * kv_heads
+    lists, tiles = rows * kv_heads, triton.cdiv(num_pages, plan.block_p)
+    programs = lists * (tiles + update)
+    pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
-        score_kernel[(lists * (plan.num_blocks + update),)](
+        score_kernel[(min(programs, plan.num_programs or programs),)](
             *(q, k, starts, lengths, block_table, mid, half, scales, keys),
-            *(float(scale), num_pages, plan.num_blocks, lists, kv_heads, q.shape[1] // kv_heads),
+            *(float(scale), num_pages, tiles, lists, kv_heads, q.shape[1] // kv_heads),
             keys.stride(1),
             0 if block_table is None or len(block_table) == 1 else block_table.stride(0),
             *q.stride(),
@@ -112,7 +114,8 @@ def launch_score(
             GROUP_SUM=group == "sum",
             UPDATE=update,
             INTERPRET=INTERPRETED,
-            PDL=can_overlap_launches(q.device),
+            PDL=pdl,
+            launch_pdl=pdl,
             BLOCK_M=max(16, triton.next_power_of_2(q.shape[1] // kv_heads)),
             BLOCK_D=max(16, triton.next_power_of_2(q.shape[2])),
             BLOCK_P=plan.block_p,
@@ -197,7 +200,3 @@ def batch_strides(k: Tensor, block_table: Tensor | None) -> tuple[int, ...]:
     return (k.stride(0) if block_table is not None or len(k) > 1 else 0, *k.stride()[1:])
 
 
-def score_plan_of(num_pages: int) -> ScorePlan:
-    """A tile a program: the first lists are scored while programs of the last ones wait for room.
-    Measured on one H200 (docs/performance.md)."""
-    return ScorePlan(64, triton.cdiv(num_pages, 64), 4, 2)

@@ -19,7 +19,6 @@ from sparse_eval.kernels.quest_select.launch import (
     block_pages_of,
     launch_choose,
     launch_score,
-    score_plan_of,
 )
 from sparse_eval.kernels.quest_step.api import StepWorkspace, step_workspace
 from sparse_eval.kernels.quest_step.kernel import step_attend_kernel
@@ -29,6 +28,7 @@ from sparse_eval.kernels.sparse_decode.launch import (
     can_overlap_launches,
     is_whole,
     launch_merge,
+    multiprocessors,
     plan_of,
     splits_of,
 )
@@ -42,6 +42,7 @@ class StepPlan:
     attend: Plan
     num_splits: int
     chooses: bool
+    forced: bool = True
 
 
 def quest_step_triton(
@@ -105,6 +106,7 @@ def quest_step_triton(
     # The interpreter's own float32 -> bfloat16 truncates.
     out, lse = new(e, dtype=torch.float32 if INTERPRETED else q.dtype), new()
     num_tokens = k.shape[2] * (1 if table is None else table.shape[1])
+    whole = is_whole(pages, starts, table, k, page_size, plan.attend.block_t)
     pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
         step_attend_kernel[(lists * splits,)](
@@ -118,7 +120,8 @@ def quest_step_triton(
             E=e,
             PAGE_SIZE=page_size,
             BLOCK_SIZE=1 if table is None else k.shape[2],
-            WHOLE=is_whole(pages, starts, table, k, page_size, plan.attend.block_t),
+            WHOLE=whole,
+            FORCED=whole and plan.forced,
             CHOOSE=not plan.chooses,
             P_UNIT=2.0**15 if q.dtype == torch.float16 else 1.0,
             INTERPRET=INTERPRETED,
@@ -155,9 +158,14 @@ def step_plan_of(
     Where every split chooses, a launch and a wait are saved; many splits that choose among many
     pages cost more than that."""
     attend = plan_of(lists, page_size, token_bytes, is_sparse=True)
+    chooses = num_pages > 2048 or (num_pages > 1024 and lists >= 16)
+    tiles, sms = lists * triton.cdiv(num_pages, 64), multiprocessors(device)
     return StepPlan(
-        score=score_plan_of(num_pages),
+        score=ScorePlan(64, sms * (1 if tiles <= 12 * sms else 2), 4, 2 if tiles <= sms else 3),
         attend=attend,
-        num_splits=splits_of(lists, triton.cdiv(capacity, attend.block_t), device),
-        chooses=num_pages > 2048 or (num_pages > 1024 and lists >= 16),
+        num_splits=splits_of(
+            *(lists, triton.cdiv(capacity, attend.block_t), device),
+            programs=3 if chooses else 2,
+        ),
+        chooses=chooses,
     )

@@ -109,9 +109,11 @@ def attend_split_kernel(
     lists = (pages_ptr, table_ptr, start, length, count)
     cache = (k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
     parts = (part_ptr, num_parts, mask_m)
+    num_tiles = (tl.maximum(walk, 0) + BLOCK_T - 1) // BLOCK_T
+    m, l, acc = new_state(BLOCK_M, BLOCK_T, BLOCK_E)
     m, l, acc = attend_split(
-        *(split, num_splits, walk, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
-        *(WHOLE, PART, P_UNIT, INTERPRET, BLOCK_M, BLOCK_T, BLOCK_D, BLOCK_E),
+        *(split, num_splits, 0, num_tiles, m, l, acc, q, scale, lists, cache, parts, D, E),
+        *(PAGE_SIZE, BLOCK_SIZE, WHOLE, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
     )
     store_split(
         *(acc_ptr, m_ptr, l_ptr, row_head * num_splits + split, mask_m, m, l, acc / P_UNIT),
@@ -146,10 +148,24 @@ def load_queries(
 
 
 @triton.jit
+def new_state(BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+    """m, l and acc before the first tile. l is summed over a tile's places only at the end: a sum
+    makes the warps of a program wait for each other."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.full([BLOCK_M, BLOCK_T], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
+    return m, l, acc
+
+
+@triton.jit
 def attend_split(
     split,
     num_splits,
-    walk,
+    first,
+    num_tiles,
+    m,
+    l,
+    acc,
     q,
     scale,
     lists,
@@ -163,19 +179,14 @@ def attend_split(
     PART: tl.constexpr,
     P_UNIT: tl.constexpr,
     INTERPRET: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """m, l and acc (times P_UNIT) over one split's share of the walk tokens."""
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.full([BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
-    num_tiles = (tl.maximum(walk, 0) + BLOCK_T - 1) // BLOCK_T
+    """m, l and acc (times P_UNIT) after one split's share of the num_tiles tiles from first on."""
     # No split takes more than one tile more than another.
-    tile = split * num_tiles // num_splits
-    end = (split + 1) * num_tiles // num_splits
+    tile = first + split * num_tiles // num_splits
+    end = first + (split + 1) * num_tiles // num_splits
     # A tile's place is found while the tile before it is read: the ids are loads themselves.
     lowest, block = place_of(tile, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
     if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
@@ -202,7 +213,7 @@ def store_split(
 ):
     offs_e = tl.arange(0, BLOCK_E)
     tl.store(m_ptr + offs_split, m, mask=mask_m)
-    tl.store(l_ptr + offs_split, l, mask=mask_m)
+    tl.store(l_ptr + offs_split, tl.sum(l, 1), mask=mask_m)
     acc_ptrs = acc_ptr + offs_split[:, None] * E + offs_e
     tl.store(acc_ptrs, acc, mask=mask_m[:, None] & (offs_e < E))
 
@@ -261,7 +272,8 @@ def attend_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The running softmax (m, l, acc) after BLOCK_T more tokens of the list."""
+    """The running softmax (m, l, acc) after BLOCK_T more tokens of the list. l: one sum per head,
+    or one per head and place in the tile."""
     k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve = cache
     offs_t = tl.arange(0, BLOCK_T)
     offs_d = tl.arange(0, BLOCK_D)
@@ -299,7 +311,10 @@ def attend_tile(
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2((s - base[:, None]) * LOG2E)
     alpha = tl.exp2((m - base) * LOG2E)
-    l = l * alpha + tl.sum(p, 1)
+    if len(l.shape) == 2:
+        l = l * alpha[:, None] + p
+    else:
+        l = l * alpha + tl.sum(p, 1)
     acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
     return m_new, l, acc
 
@@ -409,6 +424,7 @@ def merge_splits_kernel(
     mask_split = split < num_splits
     offs_split = row_head * num_splits + split
     pdl_wait(PDL)
+    pdl_launch(PDL)  # no earlier: what comes next would take room where attention still runs
     m_split = tl.load(m_ptr + offs_split, mask=mask_split, other=float("-inf"))
     l_split = tl.load(l_ptr + offs_split, mask=mask_split, other=0.0)
     acc = tl.load(

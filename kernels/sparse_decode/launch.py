@@ -21,7 +21,6 @@ from sparse_eval.kernels.sparse_decode.kernel import (
 
 TILE_BYTES = 16 * 1024
 MAX_SPLITS = 128
-MERGE_CHANNELS = 32
 
 
 def sparse_decode_triton(
@@ -117,15 +116,17 @@ def launch_merge(
     and keys back to 0."""
     rows, heads, num_splits, e = acc.shape
     pdl = can_overlap_launches(acc.device)
+    channels = 64 if num_splits <= 8 else 32
     with torch.cuda.device_of(acc):
-        merge_splits_kernel[(rows * heads, triton.cdiv(e, MERGE_CHANNELS))](
+        merge_splits_kernel[(rows * heads, triton.cdiv(e, channels))](
             *(acc, m, l, out, lse, flags, keys, num_splits, heads_per_list),
             0 if keys is None else keys.stride(1),
             E=e,
             PDL=pdl,
             launch_pdl=pdl,
             BLOCK_SPLITS=triton.next_power_of_2(num_splits),
-            BLOCK_E=MERGE_CHANNELS,
+            BLOCK_E=channels,
+            num_warps=1 if num_splits <= 32 else 4,
             enable_fp_fusion=True,
         )
 
@@ -164,12 +165,12 @@ def plan_of(lists: int, page_size: int, token_bytes: int, *, is_sparse: bool) ->
     return Plan(block_t, 8 if is_busy and not is_sparse else 4, 4 if block_t < 64 else 3)
 
 
-def splits_of(lists: int, tiles: int, device: torch.device) -> int:
-    """Splits per list: two programs per multiprocessor at most, at one go; of four tiles or more
-    each, unless that leaves multiprocessors without work."""
+def splits_of(lists: int, tiles: int, device: torch.device, *, programs: int = 2) -> int:
+    """Splits per list: so many programs per multiprocessor at most, at one go; of four tiles or
+    more each, unless that leaves multiprocessors without work."""
     sms = multiprocessors(device)
     useful = max(tiles // 4, min(tiles, sms // max(1, lists)))
-    return max(1, min(useful, 2 * sms // max(1, lists), MAX_SPLITS))
+    return max(1, min(useful, programs * sms // max(1, lists), MAX_SPLITS))
 
 
 @cache
