@@ -9,15 +9,20 @@ import triton.language as tl
 
 from sparse_eval.kernels.sparse_decode.kernel import locate, pdl_launch, pdl_wait
 from sparse_eval.kernels.thumbnail.kernel import (
+    above_threshold,
     integer_planes,
     load_planes,
     page_integers,
     pages_scores,
     planes_norm,
     score_keys,
+    threshold_query,
 )
 
-RULE = ["num_pages", "num_tokens", "group_size", "sink_pages", "local_pages", "codes_batch"]
+RULE = [
+    *("num_pages", "num_tokens", "group_size", "sink_pages", "local_pages", "codes_batch"),
+    *("most_pages", "ahead"),
+]
 
 
 @triton.jit(do_not_specialize=RULE)
@@ -29,6 +34,8 @@ def scan_kernel(
     starts_ptr,  # [B], None = 0
     lengths_ptr,  # [B]
     table_ptr,  # [B, blocks], None = k is a contiguous cache
+    next_k_ptr,  # what a kept page's attention reads, [B or 1, G, token, ..]; None = not fetched
+    next_v_ptr,
     flags_ptr,  # [B, G, num_pages] uint8: a visible page is read
     sums_ptr,  # [B, G, programs] int32: how many of a program's pages are
     scale,
@@ -48,6 +55,14 @@ def scan_kernel(
     stride_kn,
     stride_kd,
     codes_batch,  # 0 over a batch of one, else G
+    next_kb,  # bytes from a row, a KV head and a token to the next
+    next_kg,
+    next_kn,
+    next_vb,
+    next_vg,
+    next_vn,
+    most_pages,  # kept pages that a program fetches for the attention, at most
+    ahead,  # tiles whose codes a program fetches before all else, at most
     D: tl.constexpr,
     C: tl.constexpr,
     BITS: tl.constexpr,
@@ -56,6 +71,7 @@ def scan_kernel(
     CHANNEL: tl.constexpr,
     EXACT: tl.constexpr,  # the pseudo-max is of exact scores, the others are raised by their bound
     WHOLE: tl.constexpr,  # no tile passes the capacity, no channel is masked
+    SHIFTED: tl.constexpr,  # starts shift next_k as they shift next_v
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -79,6 +95,9 @@ def scan_kernel(
         *(q_ptr, stride_qd, D, C, BITS, offs_c[:, None], mask_c[:, None] & mask_h[None, :])
     )  # [BLOCK_C, BLOCK_H]
     length = tl.load(lengths_ptr + row)
+    start = (row * 0).to(tl.int32)
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + row)
     num_visible = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
     num_full = tl.minimum(length // PAGE_SIZE, num_pages)
     cache = row * codes_batch + kv_head
@@ -87,18 +106,33 @@ def scan_kernel(
         step_ptr += cache * num_pages * D
     else:
         step_ptr += cache * num_pages * PAGE_SIZE
+    TILE_PAGES: tl.constexpr = BLOCK_N // PAGE_SIZE
+    num_tiles = (num_visible + TILE_PAGES - 1) // TILE_PAGES
+    tile = program * num_tiles // tl.num_programs(0)
+    end = (program + 1) * num_tiles // tl.num_programs(0)
+    if not INTERPRET:
+        if ahead > 0:
+            last = tl.minimum(tl.minimum(end, tile + ahead) * TILE_PAGES, num_full)
+            tokens = tl.maximum(last - tile * TILE_PAGES, 0) * PAGE_SIZE
+            first = tile.to(tl.int64) * BLOCK_N
+            fetch(codes_ptr + first * C, tokens * C)
+            if not CHANNEL:
+                fetch(step_ptr + first, tokens * (step_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    # A negative scale turns the query about.
+    turn = tl.where(scale < 0, -1.0, 1.0)
+    if BITS == 2:
+        planes = (planes[0] * turn, planes[1] * turn, planes[2] * turn, planes[3] * turn)
+    else:
+        planes = (planes[0] * turn, planes[1] * turn)  # type: ignore[assignment]
+    size = tl.abs(scale)
     integers = integer_planes(planes, BITS, 0)
     slack = tl.zeros([BLOCK_H], tl.float32)
     if EXACT:
-        slack += planes_norm(planes, BITS, 0) * tl.abs(scale) * reach
-    query = (planes, integers, slack, scale, tl.abs(scale) * reach)
+        slack += planes_norm(planes, BITS, 0) * size * reach
     cached = (codes_ptr, step_ptr, num_full)
 
     pdl_wait(CHAINED)
     if EXACT:
-        start = 0
-        if starts_ptr is not None:
-            start = tl.load(starts_ptr + row)
         k_ptr += kv_head.to(tl.int64) * stride_kg
         if table_ptr is None:
             k_ptr += row * stride_kb
@@ -144,7 +178,7 @@ def scan_kernel(
                 at_page = step_ptr + page.to(tl.int64) * D
                 integers = page_integers(planes, at_page, C, BITS, offs_c, mask_c)
             none = tl.zeros([BLOCK_H], tl.float32)
-            s = score_keys(x, step, integers, scale, none, BITS, CHANNEL, INTERPRET)
+            s = score_keys(x, step, integers, size, none, BITS, CHANNEL, INTERPRET)
         s = tl.where(mask_f[:, None], s, float("-inf"))
         pseudo_max = tl.maximum(pseudo_max, tl.max(s, 0))
         at += BLOCK_F
@@ -152,14 +186,21 @@ def scan_kernel(
 
     flags_ptr += (row * tl.num_programs(1) + kv_head) * num_pages
     sums_ptr += (row * tl.num_programs(1) + kv_head) * tl.num_programs(0)
-    TILE_PAGES: tl.constexpr = BLOCK_N // PAGE_SIZE
-    num_tiles = (num_visible + TILE_PAGES - 1) // TILE_PAGES
-    tile = program * num_tiles // tl.num_programs(0)
-    end = (program + 1) * num_tiles // tl.num_programs(0)
     count = tl.zeros([TILE_PAGES], tl.int32)
-    pages = (num_visible, sink_pages, first_local, threshold, flags_ptr)
+    pages = (num_visible, num_full, sink_pages, first_local, flags_ptr)
+    FETCH: tl.constexpr = next_k_ptr is not None and not INTERPRET
+    if FETCH:
+        first_k = row * next_kb + kv_head.to(tl.int64) * next_kg
+        first_v = row * next_vb + kv_head.to(tl.int64) * next_vg + start.to(tl.int64) * next_vn
+        if SHIFTED:
+            first_k += start.to(tl.int64) * next_kn
+        first_k += next_k_ptr.to(tl.int64)
+        first_v += next_v_ptr.to(tl.int64)
+        most = most_pages // TILE_PAGES
+        next_of = (first_k, first_v, PAGE_SIZE * next_kn, PAGE_SIZE * next_vn, most, num_full)
     # Steps are loaded a tile ahead: the pipeline holds only what enters a product.
     if CHANNEL:
+        query = (planes, size, size * reach, threshold)
         s0, s1, s2, s3 = page_steps(tile, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
         if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
             while tile < end:
@@ -174,30 +215,97 @@ def scan_kernel(
             for i in tl.range(tile, end):
                 steps = (s0, s1, s2, s3)
                 s0, s1, s2, s3 = page_steps(i + 1, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
-                count += scan_pages(
+                keep = scan_pages(
                     *(i, steps, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
                     *(INTERPRET, BLOCK_C, BLOCK_H, TILE_PAGES),
                 )
+                if FETCH:
+                    fetch_pages(i, keep, count, next_of)
+                count += keep
     else:
+        query = threshold_query(integers, size, slack, threshold, BITS)
         step = token_steps(tile, cached, PAGE_SIZE, BLOCK_N)
         if INTERPRET:
             while tile < end:
-                ahead = token_steps(tile + 1, cached, PAGE_SIZE, BLOCK_N)
+                next_step = token_steps(tile + 1, cached, PAGE_SIZE, BLOCK_N)
                 count += scan_tokens(
-                    *(tile, step, query, cached, pages, C, BITS, PAGE_SIZE, WHOLE, INTERPRET),
-                    *(BLOCK_C, BLOCK_H, BLOCK_N),
+                    *(tile, step, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
+                    *(INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
                 )
-                step = ahead
+                step = next_step
                 tile += 1
         else:
             for i in tl.range(tile, end):
-                ahead = token_steps(i + 1, cached, PAGE_SIZE, BLOCK_N)
-                count += scan_tokens(
-                    *(i, step, query, cached, pages, C, BITS, PAGE_SIZE, WHOLE, INTERPRET),
-                    *(BLOCK_C, BLOCK_H, BLOCK_N),
+                next_step = token_steps(i + 1, cached, PAGE_SIZE, BLOCK_N)
+                keep = scan_tokens(
+                    *(i, step, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
+                    *(INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
                 )
-                step = ahead
+                if FETCH:
+                    fetch_pages(i, keep, count, next_of)
+                count += keep
+                step = next_step
     tl.store(sums_ptr + program, tl.sum(count, 0))
+
+
+@triton.jit
+def fetch(ptr, num_bytes):
+    """Asks for this much memory, whole multiples of 16 bytes, to be brought into the L2."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b32 t;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 p, t, 0;
+        setp.gt.and.s32 p, $2, 0, p;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [ptr.to(tl.int64), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fetch_pages(tile, keep, count, next_of):
+    """Asks for what the attention reads of a tile's kept pages, up to a number of each place of a
+    tile: while the scan is at work memory has time to spare. A hint, which changes no result."""
+    first_k, first_v, bytes_k, bytes_v, most, num_full = next_of
+    place = tl.arange(0, keep.shape[0])
+    page = tile * keep.shape[0] + place
+    is_fetched = (keep > 0) & (count < most) & (page < num_full)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b32 t;
+        mov.u32 t, %laneid;
+        setp.eq.u32 p, t, $6;
+        setp.ne.and.s32 p, $5, 0, p;
+        @p cp.async.bulk.prefetch.L2.global [$1], $3;
+        @p cp.async.bulk.prefetch.L2.global [$2], $4;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,l,r,r,r,r",
+        [
+            first_k + page.to(tl.int64) * bytes_k,
+            first_v + page.to(tl.int64) * bytes_v,
+            bytes_k,
+            bytes_v,
+            is_fetched.to(tl.int32),
+            place,
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def either(a, b):
+    return a | b
 
 
 @triton.jit
@@ -244,6 +352,7 @@ def scan_tokens(
     C: tl.constexpr,
     BITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    EXACT: tl.constexpr,
     WHOLE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -261,11 +370,13 @@ def scan_tokens(
     else:
         mask = offs_n < num_full * PAGE_SIZE - tile * BLOCK_N
         x = tl.load(x_ptrs, mask=mask[:, None] & (offs_c < C)[None, :], other=0)
-    _, integers, slack, scale, _ = query
-    wide = step.to(tl.float32)
-    s = score_keys(x, wide, integers, scale, slack, BITS, False, INTERPRET)
-    above = tl.reshape(s - pages[3][None, :], [BLOCK_N // PAGE_SIZE, PAGE_SIZE * BLOCK_H])
-    return flag_pages(tile, tl.max(above, 1), num_full, pages, BLOCK_N // PAGE_SIZE)
+    above = above_threshold(x, step.to(tl.float32), query, BITS, EXACT, INTERPRET)
+    above = tl.reshape(above, [BLOCK_N // PAGE_SIZE, PAGE_SIZE * BLOCK_H])
+    if INTERPRET:
+        above = tl.min(above, 1)
+    else:  # the signs alone count
+        above = tl.reduce(above, 1, either)
+    return flag_pages(tile, above < 0, pages, BLOCK_N // PAGE_SIZE)
 
 
 @triton.jit
@@ -297,20 +408,20 @@ def scan_pages(
     else:
         mask = (offs_p < num_full - tile * TILE_PAGES)[:, None] & (offs_c < C)[None, :]
         x = tl.load(x_ptrs, mask=mask[:, None, :], other=0)
-    planes, _, _, scale, width = query
+    planes, scale, width, threshold = query
     s = pages_scores(x, planes, steps, scale, width, BITS, EXACT, INTERPRET)
-    above = tl.reshape(s - pages[3][None, None, :], [TILE_PAGES, PAGE_SIZE * BLOCK_H])
-    return flag_pages(tile, tl.max(above, 1), num_full, pages, TILE_PAGES)
+    above = tl.reshape(s - threshold[None, None, :], [TILE_PAGES, PAGE_SIZE * BLOCK_H])
+    return flag_pages(tile, tl.max(above, 1) >= 0, pages, TILE_PAGES)
 
 
 @triton.jit
-def flag_pages(tile, above, num_full, pages, TILE_PAGES: tl.constexpr):
+def flag_pages(tile, above, pages, TILE_PAGES: tl.constexpr):
     """Stores whether each page of a tile is read: it has a token not below the threshold, or is
     forced."""
-    num_visible, sink_pages, first_local, _, flags_ptr = pages
+    num_visible, num_full, sink_pages, first_local, flags_ptr = pages
     page = tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
     is_forced = (page < sink_pages) | (page >= first_local)
-    keep = ((above >= 0) & (page < num_full)) | is_forced
+    keep = (above & (page < num_full)) | is_forced
     keep = (keep & (page < num_visible)).to(tl.int32)
     tl.store(flags_ptr + page, keep.to(tl.uint8), mask=page < num_visible)
     return keep

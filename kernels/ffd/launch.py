@@ -35,10 +35,13 @@ def ffd_select_triton(
     pseudo_max: str,
     block_table: Tensor | None = None,
     chained: bool = False,
+    attended: tuple[Tensor, Tensor] | None = None,
     block_n: int | None = None,
     num_blocks: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
+    fetched_bytes: int | None = None,
+    ahead: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in api.ffd_select, which checks them.
 
@@ -62,19 +65,23 @@ def ffd_select_triton(
     pages, counts = new(t.num_pages), new()
     lengths = lengths.contiguous()
     form = form_of(t)
+    next_k, next_v, next_strides, page_bytes = fetched_of(attended, t.page_size)
+    most_pages = (fetched_bytes or 0) // (page_bytes * num_blocks * rows * kv_heads)
     pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
         scan_kernel[(num_blocks, kv_heads, rows)](
             *(q, t.codes, t.step, k, None if starts is None else starts.contiguous(), lengths),
-            *(table, flags, sums, float(scale), float(delta), t.reach, t.num_pages),
+            *(table, next_k, next_v, flags, sums, float(scale), float(delta), t.reach, t.num_pages),
             k.shape[2] * (1 if table is None else table.shape[1]),
             *(heads // kv_heads, sink_pages, local_pages),
             0 if table is None else table.stride(0),
             *q.stride(),
             *batch_strides(k, table),
             kv_heads if len(t.codes) > 1 else 0,
+            *(*next_strides, most_pages, ahead or 0),
             **form,
             BLOCK_SIZE=1 if table is None else k.shape[2],
+            SHIFTED=attended is not None and attended[0].dtype != torch.uint8,
             EXACT=pseudo_max == "exact",
             WHOLE=t.num_tokens % block_n == 0 and form["C"] == form["BLOCK_C"],
             INTERPRET=INTERPRETED,
@@ -101,6 +108,25 @@ def ffd_select_triton(
             enable_fp_fusion=True,
         )
     return pages, counts
+
+
+def fetched_of(
+    attended: tuple[Tensor, Tensor] | None, page_size: int
+) -> tuple[Tensor | None, Tensor | None, tuple[int, ...], int]:
+    """What the attention reads, [B or 1, G, token, ..], as the scan asks for it: the tensors, their
+    strides in bytes and the bytes of a page; None where a page is not one run of bytes."""
+    if attended is None or INTERPRETED:
+        return None, None, (0,) * 6, 1
+    strides: tuple[int, ...] = ()
+    for x in attended:
+        size = x.element_size()
+        wide = (0 if len(x) == 1 else x.stride(0), x.stride(1), x.stride(2))
+        strides += tuple(n * size for n in wide)
+        if x.stride(3) != 1 or x.stride(2) != x.shape[3] or x.data_ptr() % 16:
+            return None, None, (0,) * 6, 1
+    if any(n % 16 for n in strides):
+        return None, None, (0,) * 6, 1
+    return *attended, strides, page_size * (strides[2] + strides[5])
 
 
 @dataclass(frozen=True)

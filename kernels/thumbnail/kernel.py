@@ -71,6 +71,72 @@ def code_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.constex
 
 
 @triton.jit
+def signed_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.constexpr):
+    """Codes number PLANE of each byte, less half their range, in a byte's highest bits, as int8: one
+    mask, and a shift that the multiplier can do."""
+    if INTERPRET:
+        mask: tl.constexpr = 256 - (1 << (8 - BITS))
+        high = ((x.to(tl.int32) << (8 - BITS - PLANE * BITS)) & mask) ^ 128
+        code = high.to(tl.int8)
+    elif BITS == 4:
+        if PLANE == 0:
+            code = tl.inline_asm_elementwise(
+                "{.reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xF0F0F0F0, 0x80808080, 0x6A;}",
+                "=r,r",
+                [x],
+                dtype=tl.int8,
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            code = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;",
+                "=r,r",
+                [x],
+                dtype=tl.int8,
+                is_pure=True,
+                pack=4,
+            )
+    elif PLANE == 0:
+        code = tl.inline_asm_elementwise(
+            "{.reg .b32 t; shl.b32 t, $1, 6; lop3.b32 $0, t, 0xC0C0C0C0, 0x80808080, 0x6A;}",
+            "=r,r",
+            [x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    elif PLANE == 1:
+        code = tl.inline_asm_elementwise(
+            "{.reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xC0C0C0C0, 0x80808080, 0x6A;}",
+            "=r,r",
+            [x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    elif PLANE == 2:
+        code = tl.inline_asm_elementwise(
+            "{.reg .b32 t; shl.b32 t, $1, 2; lop3.b32 $0, t, 0xC0C0C0C0, 0x80808080, 0x6A;}",
+            "=r,r",
+            [x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        code = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0xC0C0C0C0, 0x80808080, 0x6A;",
+            "=r,r",
+            [x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return code
+
+
+@triton.jit
 def byte_dot(x, y, acc, INTERPRET: tl.constexpr):
     """acc + x @ y of int8 in int32."""
     if INTERPRET:  # its int8 products are taken in int8
@@ -186,6 +252,61 @@ def score_keys(
     if not CHANNEL:
         s = s * step[:, None]
     return s
+
+
+@triton.jit
+def above_threshold(
+    x,  # [N, C] codes
+    step,  # [N] float32
+    query,  # what threshold_query gives
+    BITS: tl.constexpr,
+    RAISE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Rule token: an int32 of each key and head that is negative where the score is no lower than
+    the threshold; [N, heads].
+
+    Sums start at ROUND's bits and so are floats as they are; the comparison is the threshold's, in
+    units of the sums, less sum · step, in one fused operation."""
+    high, low, first_high, first_low, slack, threshold = query
+    h = tl.zeros([x.shape[0], high[0].shape[1]], tl.int32) + first_high[None, :]
+    l = tl.zeros([x.shape[0], high[0].shape[1]], tl.int32) + first_low[None, :]  # noqa: E741
+    for i in tl.static_range(8 // BITS):
+        code = signed_plane(x, i, BITS, INTERPRET)
+        h = byte_dot(code, high[i], h, INTERPRET)
+        l = byte_dot(code, low[i], l, INTERPRET)  # noqa: E741
+    if high[0].shape[0] * (8 // BITS) <= 128:
+        wide_h = h.to(tl.float32, bitcast=True)
+        wide_l = l.to(tl.float32, bitcast=True)
+    else:  # a sum could leave the range in which bits are a float's
+        wide_h = (h - ROUND_BITS).to(tl.float32) + ROUND
+        wide_l = (l - ROUND_BITS).to(tl.float32) + ROUND
+    total = wide_h * 256.0 + (-257.0 * ROUND)
+    total += wide_l
+    if RAISE:
+        total += slack[None, :]
+    left = threshold[None, :] - total * step[:, None]
+    return left.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def threshold_query(integers, scale, slack, threshold, BITS: tl.constexpr):
+    """The query as above_threshold takes it: bytes, what the sums start at, slack and threshold in
+    units of the sums."""
+    high, low, unit, total = integers
+    factor = unit * tl.abs(scale) * (1.0 / (1 << (8 - BITS)))
+    # ½ step of each coordinate, 2^(7 - BITS) per unit of the integers' sum
+    offset = total.to(tl.int32) * (1 << (7 - BITS))
+    first_high = ROUND_BITS + (offset >> 8)
+    first_low = ROUND_BITS + (offset & 255)
+    is_zero = factor == 0.0
+    divisor = tl.where(is_zero, 1.0, factor)
+    least = threshold / divisor
+    # a score at the threshold is kept: the difference is to be negative there
+    least = tl.where(least < float("inf"), least - (tl.abs(least) * 1.2e-7 + 1e-37), least)
+    least = tl.where(is_zero & (threshold <= 0.0), float("-inf"), least)
+    least = tl.where(is_zero & (threshold > 0.0), float("inf"), least)
+    return high, low, first_high, first_low, slack / divisor, least
 
 
 @triton.jit
