@@ -15,10 +15,12 @@ import triton.language as tl
 from sparse_eval.kernels.sparse_decode.kernel import (
     LOG2E,
     add_weighted,
+    attend_loaded,
     attend_tile,
     log_sum,
     pdl_launch,
     pdl_wait,
+    place_of,
 )
 from sparse_eval.kernels.thumbnail.kernel import (
     byte_dot,
@@ -89,6 +91,7 @@ def attend_lists_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHANNEL: tl.constexpr,
+    WHOLE: tl.constexpr,  # every tile lies in one page, and in one block of the pool
     P_UNIT: tl.constexpr,
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
@@ -154,22 +157,48 @@ def attend_lists_kernel(
                 length,
                 count,
             )
+            tile = at - list_start
+            # A tile's place is found while the tile before it is read: the ids are loads themselves.
+            if WHOLE:
+                place, block = place_of(tile, lists, PAGE_SIZE, BLOCK_SIZE, True, BLOCK_T)
+            else:
+                place = positions(tile, row_pages, count, PAGE_SIZE, BLOCK_T, False)
+                block = 0
             if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
-                tile = at - list_start
                 while tile < until - list_start:
-                    m, l, acc = attend_tile(
-                        *(tile, 0, 0, m, l, acc, q, scale, lists, keys, parts, D, E, PAGE_SIZE),
-                        *(BLOCK_SIZE, False, 1, P_UNIT, INTERPRET),
-                        *(BLOCK_T, BLOCK_D, BLOCK_E),
-                    )
+                    if WHOLE:
+                        m, l, acc = attend_tile(
+                            *(tile, place, block, m, l, acc, q, scale, lists, keys, parts, D, E),
+                            *(PAGE_SIZE, BLOCK_SIZE, True, 1, P_UNIT, INTERPRET),
+                            *(BLOCK_T, BLOCK_D, BLOCK_E),
+                        )
+                        place, block = place_of(
+                            *(tile + 1, lists, PAGE_SIZE, BLOCK_SIZE, True, BLOCK_T)
+                        )
+                    else:
+                        m, l, acc = exact_tile(
+                            *(place, m, l, acc, q, scale, lists, keys, parts, D, E, BLOCK_SIZE),
+                            *(P_UNIT, INTERPRET, BLOCK_D, BLOCK_E),
+                        )
+                        place = positions(tile + 1, row_pages, count, PAGE_SIZE, BLOCK_T, False)
                     tile += 1
             else:
-                for i in tl.range(at - list_start, until - list_start):
-                    m, l, acc = attend_tile(
-                        *(i, 0, 0, m, l, acc, q, scale, lists, keys, parts, D, E, PAGE_SIZE),
-                        *(BLOCK_SIZE, False, 1, P_UNIT, INTERPRET),
-                        *(BLOCK_T, BLOCK_D, BLOCK_E),
-                    )
+                for i in tl.range(tile, until - list_start):
+                    if WHOLE:
+                        m, l, acc = attend_tile(
+                            *(i, place, block, m, l, acc, q, scale, lists, keys, parts, D, E),
+                            *(PAGE_SIZE, BLOCK_SIZE, True, 1, P_UNIT, INTERPRET),
+                            *(BLOCK_T, BLOCK_D, BLOCK_E),
+                        )
+                        place, block = place_of(
+                            *(i + 1, lists, PAGE_SIZE, BLOCK_SIZE, True, BLOCK_T)
+                        )
+                    else:
+                        m, l, acc = exact_tile(
+                            *(place, m, l, acc, q, scale, lists, keys, parts, D, E, BLOCK_SIZE),
+                            *(P_UNIT, INTERPRET, BLOCK_D, BLOCK_E),
+                        )
+                        place = positions(i + 1, row_pages, count, PAGE_SIZE, BLOCK_T, False)
         else:
             packed = tl.minimum(length // PAGE_SIZE, num_pages) * PAGE_SIZE  # tokens
             cache = row * codes_batch + kv_head
@@ -191,24 +220,32 @@ def attend_lists_kernel(
                 count,
             )
             cached = (codes, steps, residuals, v_head, stride_vb, stride_vn, stride_ve)
-            position = positions(at - list_start, row_pages, count, PAGE_SIZE, BLOCK_T)
-            step = steps_at(position, steps, packed, CHANNEL)
+            tile = at - list_start
+            place = positions(tile, row_pages, count, PAGE_SIZE, BLOCK_T, WHOLE)
+            step = steps_at(place, steps, packed, CHANNEL, BLOCK_T)
             if INTERPRET:
-                tile = at - list_start
                 while tile < until - list_start:
-                    m, l, acc, step = residual_tile(
-                        *(tile, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
-                        *(BLOCK_SIZE, CHANNEL, P_UNIT, INTERPRET),
-                        *(BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
-                    )
                     tile += 1
-            else:
-                for i in tl.range(at - list_start, until - list_start):
-                    m, l, acc, step = residual_tile(
-                        *(i, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
-                        *(BLOCK_SIZE, CHANNEL, P_UNIT, INTERPRET),
+                    next_place = positions(tile, row_pages, count, PAGE_SIZE, BLOCK_T, WHOLE)
+                    next_step = steps_at(next_place, steps, packed, CHANNEL, BLOCK_T)
+                    m, l, acc = residual_tile(
+                        *(place, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
+                        *(BLOCK_SIZE, CHANNEL, WHOLE, P_UNIT, INTERPRET),
                         *(BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
                     )
+                    step = next_step
+                    place = next_place
+            else:
+                for i in tl.range(tile, until - list_start):
+                    next_place = positions(i + 1, row_pages, count, PAGE_SIZE, BLOCK_T, WHOLE)
+                    next_step = steps_at(next_place, steps, packed, CHANNEL, BLOCK_T)
+                    m, l, acc = residual_tile(
+                        *(place, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
+                        *(BLOCK_SIZE, CHANNEL, WHOLE, P_UNIT, INTERPRET),
+                        *(BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
+                    )
+                    step = next_step
+                    place = next_place
             # The partial page, if the list ends here and with it, as a cache of its own.
             last = tl.load(row_pages + count - 1, mask=count > 0, other=-1)
             is_read = (until == list_end) & (last * PAGE_SIZE == packed)
@@ -237,37 +274,95 @@ def attend_lists_kernel(
 
 
 @triton.jit
-def positions(
-    tile, pages_ptr, count, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr
+def exact_tile(
+    position,  # [BLOCK_T] in the row; negative where nothing is read
+    m,
+    l,
+    acc,
+    q,
+    scale,
+    lists,
+    keys,
+    parts,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    P_UNIT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
-    """Positions in the row of a tile's tokens; negative in empty slots."""
-    first = tile * BLOCK_T
-    offs_t = tl.arange(0, BLOCK_T)
-    if PAGE_SIZE % BLOCK_T == 0:  # one page a tile: a scalar, which needs no pipeline stage
-        slot = first // PAGE_SIZE
-        page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
-        position = page * PAGE_SIZE + first % PAGE_SIZE + offs_t
+    """The running softmax (m, l, acc) after the tokens at these positions."""
+    _, table_ptr, start, length, _ = lists
+    k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve = keys
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_e = tl.arange(0, BLOCK_E)
+    read = (position >= 0) & (position < length)
+    token = start + position
+    if table_ptr is None:
+        offs_k = token.to(tl.int64) * stride_kn
+        offs_v = token.to(tl.int64) * stride_vn
     else:
-        slot = (first + offs_t) // PAGE_SIZE
-        page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
-        position = page * PAGE_SIZE + (first + offs_t) % PAGE_SIZE
+        block = tl.load(table_ptr + token // BLOCK_SIZE, mask=read, other=0).to(tl.int64)
+        token = token % BLOCK_SIZE
+        offs_k = block * stride_kb + token.to(tl.int64) * stride_kn
+        offs_v = block * stride_vb + token.to(tl.int64) * stride_vn
+    k = tl.load(
+        k_ptr + offs_k[:, None] + offs_d * stride_kd,
+        mask=read[:, None] & (offs_d < D),
+        other=0.0,
+    )  # [BLOCK_T, BLOCK_D]
+    v = tl.load(
+        v_ptr + offs_v[:, None] + offs_e * stride_ve,
+        mask=read[:, None] & (offs_e < E),
+        other=0.0,
+    )  # [BLOCK_T, BLOCK_E]
+    return attend_loaded(0, m, l, acc, q, k, v, read, scale, parts, 1, P_UNIT, INTERPRET)
+
+
+@triton.jit
+def positions(
+    tile,
+    pages_ptr,
+    count,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """Positions in the row of a tile's tokens, or of the FIRST of them where a tile lies in one
+    page; negative in empty slots."""
+    first = tile * BLOCK_T
+    if FIRST:
+        page = tl.load(pages_ptr + first // PAGE_SIZE, mask=first // PAGE_SIZE < count, other=-1)
+        position = page * PAGE_SIZE + first % PAGE_SIZE
+    else:
+        token = first + tl.arange(0, BLOCK_T)
+        page = tl.load(pages_ptr + token // PAGE_SIZE, mask=token // PAGE_SIZE < count, other=-1)
+        position = page * PAGE_SIZE + token % PAGE_SIZE
     return position
 
 
 @triton.jit
-def steps_at(position, step_ptr, packed, CHANNEL: tl.constexpr):
-    """Rule token: the steps of these tokens, in float32. Loaded a tile ahead: the pipeline holds
+def steps_at(place, step_ptr, packed, CHANNEL: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Rule token: the steps of a tile's tokens, in float32. Loaded a tile ahead: the pipeline holds
     only what enters a product."""
-    step = tl.zeros(position.shape, tl.float32)
+    step = tl.zeros([BLOCK_T], tl.float32)
     if not CHANNEL:
-        is_packed = (position >= 0) & (position < packed)
-        step += tl.load(step_ptr + position.to(tl.int64), mask=is_packed, other=0.0).to(tl.float32)
+        if len(place.shape) == 0:
+            step_ptr += place.to(tl.int64)
+            offs = tl.arange(0, BLOCK_T)
+            ptrs = step_ptr + offs
+            is_packed = (place + offs >= 0) & (place + offs < packed)
+        else:
+            ptrs = step_ptr + place.to(tl.int64)
+            is_packed = (place >= 0) & (place < packed)
+        step += tl.load(ptrs, mask=is_packed, other=0.0).to(tl.float32)
     return step
 
 
 @triton.jit
 def residual_tile(
-    tile,
+    place,  # position in the row of each token, or of a WHOLE tile's first; negative: not read
     m,
     l,
     acc,
@@ -282,6 +377,7 @@ def residual_tile(
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHANNEL: tl.constexpr,
+    WHOLE: tl.constexpr,
     P_UNIT: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -289,41 +385,46 @@ def residual_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The running softmax (m, l, acc) after BLOCK_T more tokens of the list, and the next tile's
-    steps."""
+    """The running softmax (m, l, acc) after the tokens at these positions, by refined keys."""
     planes, whole, integers, high, low, scale, unit = query
-    pages_ptr, table_ptr, start, packed, count = lists
+    _, table_ptr, start, packed, _ = lists
     codes_ptr, step_ptr, residual_ptr, v_ptr, stride_vb, stride_vn, stride_ve = cached
     offs_c = tl.arange(0, BLOCK_C)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
-    position = positions(tile, pages_ptr, count, PAGE_SIZE, BLOCK_T)
-    read = (position >= 0) & (position < packed)
-    at = position.to(tl.int64)
-    x = tl.load(
-        codes_ptr + at[:, None] * C + offs_c, mask=read[:, None] & (offs_c < C), other=0
-    )  # [BLOCK_T, BLOCK_C]
-    r = tl.load(
-        residual_ptr + at[:, None] * D + offs_d, mask=read[:, None] & (offs_d < D), other=0
-    )  # [BLOCK_T, BLOCK_D]
-    token = start + position
-    if table_ptr is None:
-        block = token * 0
+    offs_t = tl.arange(0, BLOCK_T)
+    if WHOLE:  # the one wide number: lanes add narrow offsets
+        read = (place + offs_t >= 0) & (place + offs_t < packed)
+        first = tl.maximum(place, 0)
+        x_ptrs = codes_ptr + first.to(tl.int64) * C + (offs_t[:, None] * C + offs_c)
+        r_ptrs = residual_ptr + first.to(tl.int64) * D + (offs_t[:, None] * D + offs_d)
+        token = start + first
     else:
-        block = tl.load(table_ptr + token // BLOCK_SIZE, mask=read, other=0)
-        token = token % BLOCK_SIZE
-    place = block.to(tl.int64) * stride_vb + token.to(tl.int64) * stride_vn
-    v = tl.load(
-        v_ptr + place[:, None] + offs_e * stride_ve,
-        mask=read[:, None] & (offs_e < E),
-        other=0.0,
-    )  # [BLOCK_T, BLOCK_E]
+        read = (place >= 0) & (place < packed)
+        x_ptrs = codes_ptr + place.to(tl.int64)[:, None] * C + offs_c
+        r_ptrs = residual_ptr + place.to(tl.int64)[:, None] * D + offs_d
+        token = start + place
+    x = tl.load(x_ptrs, mask=read[:, None] & (offs_c < C), other=0)  # [BLOCK_T, BLOCK_C]
+    r = tl.load(r_ptrs, mask=read[:, None] & (offs_d < D), other=0)  # [BLOCK_T, BLOCK_D]
+    if table_ptr is not None:
+        is_any = (place >= 0) & (place < packed)
+        block = tl.load(table_ptr + token // BLOCK_SIZE, mask=is_any, other=0)
+        at = block.to(tl.int64) * stride_vb + (token % BLOCK_SIZE).to(tl.int64) * stride_vn
+    else:
+        at = token.to(tl.int64) * stride_vn
+    if WHOLE:
+        v_ptrs = v_ptr + at + ((offs_t.to(tl.int64) * stride_vn)[:, None] + offs_e * stride_ve)
+    else:
+        v_ptrs = v_ptr + at[:, None] + offs_e * stride_ve
+    # [BLOCK_T, BLOCK_E]
+    v = tl.load(v_ptrs, mask=read[:, None] & (offs_e < E), other=0.0)
     if INTERPRET:
         v = v.to(tl.float32)
-    ahead = positions(tile + 1, pages_ptr, count, PAGE_SIZE, BLOCK_T)
-    next_step = steps_at(ahead, step_ptr, packed, CHANNEL)
     if CHANNEL:
-        page = tl.maximum(tl.max(position, 0), 0) // PAGE_SIZE  # the tile's one page
+        if WHOLE:
+            page = tl.maximum(place, 0) // PAGE_SIZE
+        else:  # the tile's one page
+            page = tl.maximum(tl.max(place, 0), 0) // PAGE_SIZE
         page_steps = step_ptr + page.to(tl.int64) * D
         s = load_planes(page_steps, 1, D, C, BITS, offs_c[None, :], (offs_c < C)[None, :])
         if BITS == 2:
@@ -352,7 +453,7 @@ def residual_tile(
     alpha = tl.exp2((m - base) * LOG2E)
     l = l * alpha + tl.sum(p, 1)
     acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
-    return m_new, l, acc, next_step
+    return m_new, l, acc
 
 
 @triton.jit

@@ -12,7 +12,11 @@ from sparse_eval.kernels.ffd.attend import attend_lists_kernel, merge_pieces_ker
 from sparse_eval.kernels.ffd.kernel import compact_kernel, scan_kernel
 from sparse_eval.kernels.quest_select.launch import batch_strides
 from sparse_eval.kernels.sparse_decode.kernel import INTERPRETED
-from sparse_eval.kernels.sparse_decode.launch import can_overlap_launches, multiprocessors
+from sparse_eval.kernels.sparse_decode.launch import (
+    can_overlap_launches,
+    is_whole,
+    multiprocessors,
+)
 from sparse_eval.kernels.thumbnail import Residual, Thumbnail
 from sparse_eval.kernels.thumbnail.launch import form_of, tile_of
 
@@ -219,6 +223,7 @@ def lists_decode_triton(
             **form,
             E=e,
             BLOCK_SIZE=1 if table is None else k.shape[2],
+            WHOLE=is_whole(pages, starts, table, k, page_size, block_t),
             P_UNIT=2.0**15 if q.dtype == torch.float16 else 1.0,
             INTERPRET=INTERPRETED,
             PDL=pdl,

@@ -283,6 +283,26 @@ def attend_tile(
     # [BLOCK_T, BLOCK_D] and [BLOCK_T, BLOCK_E]
     k = tl.load(k_ptr + offs_k, mask=read[:, None] & (offs_d < D), other=0.0)
     v = tl.load(v_ptr + offs_v, mask=read[:, None] & (offs_e < E), other=0.0)
+    return attend_loaded(tile, m, l, acc, q, k, v, read, scale, parts, PART, P_UNIT, INTERPRET)
+
+
+@triton.jit
+def attend_loaded(
+    tile,
+    m,
+    l,
+    acc,
+    q,
+    k,
+    v,
+    read,
+    scale,
+    parts,
+    PART: tl.constexpr,
+    P_UNIT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """The running softmax after these keys and values [BLOCK_T, ..], where they are read."""
     if INTERPRET:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
@@ -291,6 +311,7 @@ def attend_tile(
 
     part_ptr, num_parts, mask_m = parts
     if part_ptr is not None:
+        BLOCK_T: tl.constexpr = read.shape[0]
         offs_part = tile * (BLOCK_T // PART) + tl.arange(0, BLOCK_T // PART)
         mask_part = mask_m[:, None] & (offs_part < num_parts)
         tl.store(part_ptr + offs_part, lse_of_parts(s, PART), mask=mask_part)
