@@ -48,6 +48,7 @@ def ffd_select(
     pseudo_max: str = "thumbnail",
     block_table: Tensor | None = None,
     chained: bool = False,
+    attended: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The forced pages and every full page with a token within delta of the pseudo-max.
 
@@ -59,6 +60,8 @@ def ffd_select(
     "exact", from the keys k (read for it alone), each token's score raised by its error bound:
     then every token whose exact score is within delta of the exact maximum is read.
     chained: the kernel launched just before is extend_thumbnail's.
+    attended: what is to be read of the kept pages next, k or residual codes [.., G, N, D] and v: the
+    triton backend has them brought into the L2 while it selects. It changes no result.
     Returns pages [B, G, P] int32, ascending, -1 = empty, P pages of capacity, counts [B, G] int32.
     Waits for nothing. Raises ValueError on wrong arguments.
     """
@@ -82,6 +85,7 @@ def ffd_select(
             pseudo_max=pseudo_max,
             block_table=block_table,
             chained=chained,
+            attended=attended,
         )
     score = thumbnail_scores(q, thumbnail, scale)
     slack = exact = None
@@ -248,6 +252,7 @@ def ffd_step(
         pseudo_max=pseudo_max,
         block_table=block_table,
         chained=True,
+        attended=(k if residual is None else residual.codes, v) if block_table is None else None,
     )
     if residual is None:
         out, lse = lists_decode(

@@ -35,10 +35,12 @@ SIZES = ["num_tokens", "num_pages", "num_slots", "num_lists", "kv_heads", "group
 
 @triton.jit
 def tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Tiles of each list, [BLOCK_L]."""
+    """Tiles and pages of each list, [BLOCK_L]."""
     lists = tl.arange(0, BLOCK_L)
-    counts = tl.load(counts_ptr + lists, mask=lists < num_lists, other=0)
-    return (tl.minimum(counts, num_slots) * PAGE_SIZE + BLOCK_T - 1) // BLOCK_T
+    # not from the L1, which may hold what an earlier kernel wrote there
+    counts = tl.load(counts_ptr + lists, mask=lists < num_lists, other=0, cache_modifier=".cg")
+    counts = tl.minimum(counts, num_slots)
+    return (counts * PAGE_SIZE + BLOCK_T - 1) // BLOCK_T, counts
 
 
 @triton.jit
@@ -104,7 +106,6 @@ def attend_lists_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """Grid (programs,). Stores m = max s, l = Σ exp(s - m), acc = Σ exp(s - m)·v per piece."""
-    pdl_launch(PDL)
     program = tl.program_id(0)
     offs_m = tl.arange(0, BLOCK_M)
     offs_c = tl.arange(0, BLOCK_C)
@@ -113,7 +114,8 @@ def attend_lists_kernel(
     mask_m = offs_m < group_size
 
     pdl_wait(CHAINED)
-    tiles = tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE, BLOCK_T, BLOCK_L)
+    pdl_launch(PDL)  # the lists stand: the merge reads their counts before it waits
+    tiles, counts = tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE, BLOCK_T, BLOCK_L)
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
     workers = tl.minimum(tl.num_programs(0), total)  # so that each has a tile, or there is none
@@ -131,7 +133,7 @@ def attend_lists_kernel(
         if starts_ptr is not None:
             start = tl.load(starts_ptr + row)
         length = tl.minimum(tl.load(lengths_ptr + row), num_tokens - start)
-        count = tl.minimum(tl.load(counts_ptr + list_id), num_slots)
+        count = tl.sum(tl.where(is_this, counts, 0), 0)
         row_pages = pages_ptr + list_id.to(tl.int64) * num_slots
         k_head = k_ptr + kv_head * stride_kg
         v_head = v_ptr + kv_head * stride_vg
@@ -509,9 +511,8 @@ def merge_pieces_kernel(
     list_id = tl.program_id(0) // group_size
     offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     mask_e = offs_e < E
-    # the counts were written before the kernel that this one waits for began its work
-    pdl_wait(PDL)
-    tiles = tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE, BLOCK_T, BLOCK_L)
+    # the counts stand since the kernel that this one waits for let it start
+    tiles, _ = tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE, BLOCK_T, BLOCK_L)
     lists = tl.arange(0, BLOCK_L)
     total = tl.maximum(tl.sum(tiles, 0), 1).to(tl.int64)
     start = tl.sum(tl.where(lists < list_id, tiles, 0), 0)
@@ -526,6 +527,7 @@ def merge_pieces_kernel(
     m = float("-inf")
     l = 0.0
     acc = tl.zeros([BLOCK_E], tl.float32)
+    pdl_wait(PDL)
     while piece < end:
         offs_p = piece + tl.arange(0, BLOCK_P)
         mask_p = offs_p < end

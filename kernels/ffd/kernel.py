@@ -488,15 +488,17 @@ def compact_kernel(
 
     pdl_wait(PDL)
     sums = tl.load(sums_ptr + row_list * programs + other, mask=other < programs, other=0)
+    page = first + tl.arange(0, BLOCK_PAGES)
+    keep = tl.load(flags_ptr + page, mask=page < end, other=0).to(tl.int32)
     total = tl.sum(sums, 0)
     slot = tl.sum(tl.where(other < program, sums, 0), 0)
     while first < end:
-        page = first + tl.arange(0, BLOCK_PAGES)
-        keep = tl.load(flags_ptr + page, mask=page < end, other=0).to(tl.int32)
         before = tl.cumsum(keep, 0) - keep
         tl.store(pages_ptr + slot + before, page, mask=keep > 0)
         slot += tl.sum(keep, 0)
         first += BLOCK_PAGES
+        page += BLOCK_PAGES
+        keep = tl.load(flags_ptr + page, mask=page < end, other=0).to(tl.int32)
     empty = program * num_pages // programs
     end = (program + 1) * num_pages // programs
     while empty < end:

@@ -246,11 +246,16 @@ def lists_decode_triton(
             launch_pdl=pdl,
             BLOCK_T=block_t,
             BLOCK_L=block_l,
-            BLOCK_P=64,
+            BLOCK_P=64 if INTERPRETED else merged_at_once(num_programs, lists),
             BLOCK_E=32,
             enable_fp_fusion=True,
         )
     return out.to(q.dtype), lse
+
+
+def merged_at_once(num_programs: int, lists: int) -> int:
+    """Pieces that a step of the merge takes: all of a list twice as long as the mean."""
+    return max(32, min(256, triton.next_power_of_2(2 * triton.cdiv(num_programs, lists))))
 
 
 def programs_of(device: torch.device) -> int:

@@ -435,11 +435,13 @@ def pack_kernel(
     WRITE_CODES: tl.constexpr,  # False: codes and steps stand, the residual is written
     FRESH: tl.constexpr,  # only pages that a row's newest token has filled
     PDL: tl.constexpr,
+    CHAINED: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
     """Grid (B, G, pages): one page, or each row's newest full page where lengths are given."""
-    pdl_launch(PDL)
+    pdl_wait(CHAINED)
+    pdl_launch(PDL)  # from here on q, k and lengths stand for whoever starts early
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     page = tl.program_id(2) + first_page

@@ -13,6 +13,8 @@ from sparse_eval.kernels.sparse_decode.launch import can_overlap_launches
 from sparse_eval.kernels.thumbnail.format import Residual, Thumbnail, unit_of
 from sparse_eval.kernels.thumbnail.kernel import pack_kernel, score_kernel
 
+EARLY = True
+
 
 def pack_triton(
     thumbnail: Thumbnail,
@@ -33,6 +35,7 @@ def pack_triton(
     assert residual is None or residual.codes.is_contiguous()
     rows = len(t.codes) if lengths is None else len(lengths)
     is_shared = block_table is None and len(k) == 1
+    pdl = can_overlap_launches(k.device)
     with torch.cuda.device_of(k):
         pack_kernel[(rows, k.shape[1], num_pages)](
             *(k, starts, lengths, None if block_table is None else block_table.contiguous()),
@@ -45,7 +48,9 @@ def pack_triton(
             BLOCK_SIZE=1 if block_table is None else k.shape[2],
             WRITE_CODES=write_codes,
             FRESH=fresh,
-            PDL=can_overlap_launches(k.device),
+            PDL=pdl,
+            CHAINED=pdl and EARLY,
+            launch_pdl=pdl and EARLY,
             BLOCK_TOKENS=triton.next_power_of_2(t.page_size),
             num_warps=4,
             enable_fp_fusion=True,
