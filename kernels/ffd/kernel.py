@@ -21,7 +21,7 @@ from sparse_eval.kernels.thumbnail.kernel import (
 
 RULE = [
     *("num_pages", "num_tokens", "group_size", "sink_pages", "local_pages", "codes_batch"),
-    *("most_pages", "ahead"),
+    *("fetched", "ahead"),
 ]
 
 
@@ -61,7 +61,7 @@ def scan_kernel(
     next_vb,
     next_vg,
     next_vn,
-    most_pages,  # kept pages that a program fetches for the attention, at most
+    fetched,  # kept pages fetched for the attention, of each place of a program's tiles, in 16ths
     ahead,  # tiles whose codes a program fetches before all else, at most
     D: tl.constexpr,
     C: tl.constexpr,
@@ -196,7 +196,7 @@ def scan_kernel(
             first_k += start.to(tl.int64) * next_kn
         first_k += next_k_ptr.to(tl.int64)
         first_v += next_v_ptr.to(tl.int64)
-        most = most_pages // TILE_PAGES
+        most = (fetched + program % 16) // 16
         next_of = (first_k, first_v, PAGE_SIZE * next_kn, PAGE_SIZE * next_vn, most, num_full)
     # Steps are loaded a tile ahead: the pipeline holds only what enters a product.
     if CHANNEL:

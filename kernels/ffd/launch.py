@@ -69,8 +69,10 @@ def ffd_select_triton(
     pages, counts = new(t.num_pages), new()
     lengths = lengths.contiguous()
     form = form_of(t)
+    attended = attended if fetched_bytes else None
     next_k, next_v, next_strides, page_bytes = fetched_of(attended, t.page_size)
-    most_pages = (fetched_bytes or 0) // (page_bytes * num_blocks * rows * kv_heads)
+    places = num_blocks * rows * kv_heads * tile_pages
+    fetched = 16 * (fetched_bytes or 0) // (page_bytes * places)
     pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
         scan_kernel[(num_blocks, kv_heads, rows)](
@@ -82,7 +84,7 @@ def ffd_select_triton(
             *q.stride(),
             *batch_strides(k, table),
             kv_heads if len(t.codes) > 1 else 0,
-            *(*next_strides, most_pages, ahead or 0),
+            *(*next_strides, fetched, ahead or 0),
             **form,
             BLOCK_SIZE=1 if table is None else k.shape[2],
             SHIFTED=attended is not None and attended[0].dtype != torch.uint8,
