@@ -1,7 +1,7 @@
-"""Top-δ selection in Triton: scan the packed keys against the pseudo-max, then compact page ids.
+"""Top-δ selection in Triton: scan the packed keys against the pseudo-max, and list the kept pages.
 
-The scan leaves one byte per page and a count per program, over ranges of pages that compaction cuts
-the same way, so every program knows where its ids go: no atomics, equal input gives equal lists.
+Every program walks a range of pages and says how many it keeps; the counts of the programs before it
+tell it where its ids go. So one launch leaves ascending lists, and equal input gives equal lists.
 """
 
 import triton
@@ -37,7 +37,9 @@ def scan_kernel(
     next_k_ptr,  # what a kept page's attention reads, [B or 1, G, token, ..]; None = not fetched
     next_v_ptr,
     flags_ptr,  # [B, G, num_pages] uint8: a visible page is read
-    sums_ptr,  # [B, G, programs] int32: how many of a program's pages are
+    sums_ptr,  # [B, G, programs] int32, 0: one more than how many of a program's pages are
+    pages_ptr,  # [B, G, num_pages] int32
+    counts_ptr,  # [B, G] int32
     scale,
     delta,
     reach,  # error of a coordinate, in steps, at most
@@ -80,6 +82,8 @@ def scan_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_F: tl.constexpr,  # forced tokens a step of the pseudo-max takes
     BLOCK_N: tl.constexpr,  # tokens of a tile: whole pages
+    BLOCK_SUMS: tl.constexpr,
+    BLOCK_PAGES: tl.constexpr,  # pages that a step of listing takes
 ):
     """Grid (programs, G, B)."""
     pdl_launch(PDL)
@@ -184,8 +188,17 @@ def scan_kernel(
         at += BLOCK_F
     threshold = tl.where(mask_h, pseudo_max - delta, float("inf"))
 
-    flags_ptr += (row * tl.num_programs(1) + kv_head) * num_pages
-    sums_ptr += (row * tl.num_programs(1) + kv_head) * tl.num_programs(0)
+    row_list = row * tl.num_programs(1) + kv_head
+    flags_ptr += row_list * num_pages
+    pages_ptr += row_list * num_pages
+    sums_ptr += row_list * tl.num_programs(0)
+    counts_ptr += row_list
+    empty = tile * TILE_PAGES
+    full = tl.where(program == tl.num_programs(0) - 1, num_pages, end * TILE_PAGES)
+    while empty < full:
+        slots = empty + tl.arange(0, BLOCK_PAGES)
+        tl.store(pages_ptr + slots, -1, mask=slots < full)
+        empty += BLOCK_PAGES
     count = tl.zeros([TILE_PAGES], tl.int32)
     pages = (num_visible, num_full, sink_pages, first_local, flags_ptr)
     FETCH: tl.constexpr = next_k_ptr is not None and not INTERPRET
@@ -203,14 +216,15 @@ def scan_kernel(
         query = (planes, size, size * reach, threshold)
         s0, s1, s2, s3 = page_steps(tile, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
         if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
-            while tile < end:
+            at_tile = tile
+            while at_tile < end:
                 steps = (s0, s1, s2, s3)
-                s0, s1, s2, s3 = page_steps(tile + 1, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
+                s0, s1, s2, s3 = page_steps(at_tile + 1, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
                 count += scan_pages(
-                    *(tile, steps, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
+                    *(at_tile, steps, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
                     *(INTERPRET, BLOCK_C, BLOCK_H, TILE_PAGES),
                 )
-                tile += 1
+                at_tile += 1
         else:
             for i in tl.range(tile, end):
                 steps = (s0, s1, s2, s3)
@@ -226,14 +240,15 @@ def scan_kernel(
         query = threshold_query(integers, size, slack, threshold, BITS)
         step = token_steps(tile, cached, PAGE_SIZE, BLOCK_N)
         if INTERPRET:
-            while tile < end:
-                next_step = token_steps(tile + 1, cached, PAGE_SIZE, BLOCK_N)
+            at_tile = tile
+            while at_tile < end:
+                next_step = token_steps(at_tile + 1, cached, PAGE_SIZE, BLOCK_N)
                 count += scan_tokens(
-                    *(tile, step, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
+                    *(at_tile, step, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
                     *(INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
                 )
                 step = next_step
-                tile += 1
+                at_tile += 1
         else:
             for i in tl.range(tile, end):
                 next_step = token_steps(i + 1, cached, PAGE_SIZE, BLOCK_N)
@@ -245,7 +260,55 @@ def scan_kernel(
                     fetch_pages(i, keep, count, next_of)
                 count += keep
                 step = next_step
-    tl.store(sums_ptr + program, tl.sum(count, 0))
+    first, last = tile * TILE_PAGES, tl.minimum(end * TILE_PAGES, num_visible)
+    list_pages(
+        *(first, last, tl.sum(count, 0), num_pages, flags_ptr, sums_ptr, pages_ptr, counts_ptr),
+        *(INTERPRET, BLOCK_SUMS, BLOCK_PAGES),
+    )
+
+
+@triton.jit
+def list_pages(
+    first,
+    last,
+    count,
+    num_pages,
+    flags_ptr,
+    sums_ptr,
+    pages_ptr,
+    counts_ptr,
+    INTERPRET: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
+    BLOCK_PAGES: tl.constexpr,
+):
+    """Writes the ids of a program's kept pages, which are `count` of [first, last).
+
+    It emptied the slots first .. last before: the id in slot s is s or more, so it is of this
+    program or of a later one, and a later one writes after it has seen this one's count. Programs
+    wait for lower ones alone, which started before them."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    other = tl.arange(0, BLOCK_SUMS)
+    is_before = other < program
+    tl.debug_barrier()
+    tl.atomic_xchg(sums_ptr + program, count + 1, sem="release")
+    sums = tl.load(sums_ptr + other, mask=is_before, other=1, volatile=True)
+    while tl.min(sums, 0) == 0:
+        sums = tl.load(sums_ptr + other, mask=is_before, other=1, volatile=True)
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+    slot = tl.sum(sums - 1, 0)
+    if program == programs - 1:
+        tl.store(counts_ptr, slot + count)
+    while first < last:
+        page = first + tl.arange(0, BLOCK_PAGES)
+        keep = tl.load(flags_ptr + page, mask=page < last, other=0).to(tl.int32)
+        before = tl.cumsum(keep, 0) - keep
+        tl.store(pages_ptr + slot + before, page, mask=keep > 0)
+        slot += tl.sum(keep, 0)
+        first += BLOCK_PAGES
 
 
 @triton.jit
@@ -454,56 +517,3 @@ def exact_scores(
         k = k.to(tl.float32)
         q = q.to(tl.float32)
     return tl.dot(k, q, input_precision="ieee") * scale
-
-
-@triton.jit(do_not_specialize=["num_pages"])
-def compact_kernel(
-    flags_ptr,  # [B, G, num_pages] uint8
-    sums_ptr,  # [B, G, programs] int32
-    lengths_ptr,  # [B]
-    pages_ptr,  # [B, G, num_pages] int32
-    counts_ptr,  # [B, G] int32
-    num_pages,
-    PAGE_SIZE: tl.constexpr,
-    TILE_PAGES: tl.constexpr,  # of the scan, whose ranges of pages these are
-    PDL: tl.constexpr,
-    BLOCK_SUMS: tl.constexpr,
-    BLOCK_PAGES: tl.constexpr,
-):
-    """Grid (programs, G, B) of the scan: each writes the ids of its kept pages, and its share of
-    the empty slots."""
-    pdl_launch(PDL)
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    row = tl.program_id(2).to(tl.int64)
-    row_list = row * tl.num_programs(1) + tl.program_id(1)
-    length = tl.load(lengths_ptr + row)
-    num_visible = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
-    num_tiles = (num_visible + TILE_PAGES - 1) // TILE_PAGES
-    first = program * num_tiles // programs * TILE_PAGES
-    end = tl.minimum((program + 1) * num_tiles // programs * TILE_PAGES, num_visible)
-    flags_ptr += row_list * num_pages
-    pages_ptr += row_list * num_pages
-    other = tl.arange(0, BLOCK_SUMS)
-
-    pdl_wait(PDL)
-    sums = tl.load(sums_ptr + row_list * programs + other, mask=other < programs, other=0)
-    page = first + tl.arange(0, BLOCK_PAGES)
-    keep = tl.load(flags_ptr + page, mask=page < end, other=0).to(tl.int32)
-    total = tl.sum(sums, 0)
-    slot = tl.sum(tl.where(other < program, sums, 0), 0)
-    while first < end:
-        before = tl.cumsum(keep, 0) - keep
-        tl.store(pages_ptr + slot + before, page, mask=keep > 0)
-        slot += tl.sum(keep, 0)
-        first += BLOCK_PAGES
-        page += BLOCK_PAGES
-        keep = tl.load(flags_ptr + page, mask=page < end, other=0).to(tl.int32)
-    empty = program * num_pages // programs
-    end = (program + 1) * num_pages // programs
-    while empty < end:
-        slots = empty + tl.arange(0, BLOCK_PAGES)
-        tl.store(pages_ptr + slots, -1, mask=(slots >= total) & (slots < end))
-        empty += BLOCK_PAGES
-    if program == 0:
-        tl.store(counts_ptr + row_list, total)

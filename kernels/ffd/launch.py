@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from sparse_eval.kernels.ffd.attend import attend_lists_kernel, merge_pieces_kernel
-from sparse_eval.kernels.ffd.kernel import compact_kernel, scan_kernel
+from sparse_eval.kernels.ffd.kernel import scan_kernel
 from sparse_eval.kernels.quest_select.launch import batch_strides
 from sparse_eval.kernels.sparse_decode.kernel import INTERPRETED
 from sparse_eval.kernels.sparse_decode.launch import (
@@ -18,7 +18,7 @@ from sparse_eval.kernels.sparse_decode.launch import (
     multiprocessors,
 )
 from sparse_eval.kernels.thumbnail import Residual, Thumbnail
-from sparse_eval.kernels.thumbnail.launch import form_of, tile_of
+from sparse_eval.kernels.thumbnail.launch import form_of, pack_triton, tile_of
 
 MAX_PROGRAMS = 1024
 LONG_SHARE = 16  # tiles of 64 tokens that pay for a program of one warp
@@ -40,6 +40,7 @@ def ffd_select_triton(
     block_table: Tensor | None = None,
     chained: bool = False,
     attended: tuple[Tensor, Tensor] | None = None,
+    sums: Tensor | None = None,
     block_n: int | None = None,
     num_blocks: int | None = None,
     num_warps: int | None = None,
@@ -57,16 +58,16 @@ def ffd_select_triton(
     plan = plan_of(t, rows * kv_heads, q.device)
     block_n, num_warps = block_n or plan.block_n, num_warps or plan.num_warps
     tile_pages = block_n // t.page_size
-    tiles = triton.cdiv(t.num_pages, tile_pages)
-    num_blocks = num_blocks or min(tiles, plan.num_blocks)
+    num_blocks = num_blocks or blocks_of(t, rows * kv_heads, q.device, block_n)
     forced = (sink_pages + local_pages) * t.page_size
     table = None if block_table is None else block_table.expand(rows, -1).contiguous()
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(rows, kv_heads, *shape, dtype=dtype, device=q.device)
 
-    flags, sums = new(t.num_pages, dtype=torch.uint8), new(num_blocks)
-    pages, counts = new(t.num_pages), new()
+    flags, pages, counts = new(t.num_pages, dtype=torch.uint8), new(t.num_pages), new()
+    sums = new(num_blocks).zero_() if sums is None else sums
+    assert sums.shape == (rows, kv_heads, num_blocks)
     lengths = lengths.contiguous()
     form = form_of(t)
     attended = attended if fetched_bytes else None
@@ -77,7 +78,7 @@ def ffd_select_triton(
     with torch.cuda.device_of(q):
         scan_kernel[(num_blocks, kv_heads, rows)](
             *(q, t.codes, t.step, k, None if starts is None else starts.contiguous(), lengths),
-            *(table, next_k, next_v, flags, sums, float(scale), float(delta), t.reach, t.num_pages),
+            *(table, next_k, next_v, flags, sums, pages, counts, float(scale), float(delta), t.reach, t.num_pages),
             k.shape[2] * (1 if table is None else table.shape[1]),
             *(heads // kv_heads, sink_pages, local_pages),
             0 if table is None else table.stride(0),
@@ -98,22 +99,68 @@ def ffd_select_triton(
             BLOCK_D=max(16, triton.next_power_of_2(d)),
             BLOCK_F=tile_of(t, min(256, max(16, triton.next_power_of_2(forced)))),
             BLOCK_N=block_n,
+            BLOCK_SUMS=max(32 * num_warps, triton.next_power_of_2(num_blocks)),
+            BLOCK_PAGES=1024 if INTERPRETED else 128,
             num_warps=num_warps,
             num_stages=num_stages or 3,
             enable_fp_fusion=True,
         )
-        compact_kernel[(num_blocks, kv_heads, rows)](
-            *(flags, sums, lengths, pages, counts, t.num_pages),
-            PAGE_SIZE=t.page_size,
-            TILE_PAGES=tile_pages,
-            PDL=pdl,
-            launch_pdl=pdl,
-            BLOCK_SUMS=triton.next_power_of_2(num_blocks),
-            BLOCK_PAGES=256 if not INTERPRETED else 1024,
-            num_warps=2,
-            enable_fp_fusion=True,
-        )
     return pages, counts
+
+
+def ffd_step_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    thumbnail: Thumbnail,
+    residual: Residual | None,
+    starts: Tensor | None,
+    lengths: Tensor,
+    *,
+    delta: float,
+    sink_pages: int,
+    local_pages: int,
+    scale: float,
+    pseudo_max: str,
+    block_table: Tensor | None,
+    select: dict[str, int] | None = None,
+    attend: dict[str, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Arguments and results as in api.ffd_step, which checks them. select, attend: options of
+    ffd_select_triton and lists_decode_triton."""
+    rows, kv_heads = len(q), thumbnail.codes.shape[1]
+    options = select or {}
+    blocks = options.get("num_blocks") or blocks_of(
+        thumbnail, rows * kv_heads, q.device, options.get("block_n")
+    )
+    sums = torch.empty(rows, kv_heads, blocks, dtype=torch.int32, device=q.device)
+    pack_triton(
+        *(thumbnail, residual, k, starts, lengths, block_table),
+        fresh=True,
+        cleared=sums,
+    )
+    pages, counts = ffd_select_triton(
+        *(q, k, thumbnail, starts, lengths),
+        delta=delta,
+        sink_pages=sink_pages,
+        local_pages=local_pages,
+        scale=scale,
+        pseudo_max=pseudo_max,
+        block_table=block_table,
+        chained=True,
+        attended=(k if residual is None else residual.codes, v) if block_table is None else None,
+        sums=sums,
+        **options | {"num_blocks": blocks},
+    )
+    out, lse = lists_decode_triton(
+        *(q, k, v, thumbnail, residual, pages, counts, starts, lengths),
+        page_size=thumbnail.page_size,
+        scale=scale,
+        block_table=block_table,
+        chained=True,
+        **attend or {},
+    )
+    return out, lse, pages, counts
 
 
 def fetched_of(
@@ -133,6 +180,12 @@ def fetched_of(
     if any(n % 16 for n in strides):
         return None, None, (0,) * 6, 1
     return *attended, strides, page_size * (strides[2] + strides[5])
+
+
+def blocks_of(t: Thumbnail, lists: int, device: torch.device, block_n: int | None) -> int:
+    """Programs per list, one tile each at least."""
+    plan = plan_of(t, lists, device)
+    return min(triton.cdiv(t.num_tokens, block_n or plan.block_n), plan.num_blocks)
 
 
 @dataclass(frozen=True)

@@ -407,7 +407,7 @@ def score_kernel(
     tl.store(out_ptr + offs_n[:, None], s, mask=mask_n[:, None] & mask_h[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_page", "codes_batch"])
+@triton.jit(do_not_specialize=["num_tokens", "first_page", "num_cleared", "codes_batch"])
 def pack_kernel(
     k_ptr,  # [batch or block, G, token, D]
     starts_ptr,  # [B], None = 0
@@ -416,10 +416,12 @@ def pack_kernel(
     codes_ptr,  # [B or 1, G, num_tokens, C]
     step_ptr,  # [B or 1, G, num_tokens] or [B or 1, G, pages, D]
     residual_ptr,  # [B or 1, G, num_tokens, D], None
+    cleared_ptr,  # [B, G, num_cleared] int32, to be set to 0; None = nothing is
     coverage,  # of the largest magnitude, over 2^(BITS - 1)
     unit,
     num_tokens,
     first_page,
+    num_cleared,
     stride_tb,
     stride_kb,
     stride_kg,
@@ -445,6 +447,13 @@ def pack_kernel(
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     page = tl.program_id(2) + first_page
+    if cleared_ptr is not None:
+        cleared_ptr += (row * tl.num_programs(1) + kv_head) * num_cleared
+        at = 0
+        while at < num_cleared:
+            offs = at + tl.arange(0, 256)
+            tl.store(cleared_ptr + offs, 0, mask=offs < num_cleared)
+            at += 256
     length = num_tokens
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + row)
