@@ -14,6 +14,7 @@ import triton.language as tl
 
 from sparse_eval.kernels.sparse_decode.kernel import (
     LOG2E,
+    add_stacked,
     add_weighted,
     attend_loaded,
     attend_tile,
@@ -95,6 +96,7 @@ def attend_lists_kernel(
     CHANNEL: tl.constexpr,
     WHOLE: tl.constexpr,  # every tile lies in one page, and in one block of the pool
     P_UNIT: tl.constexpr,
+    STACKED: tl.constexpr,  # a group of eight heads or fewer, twice: add_stacked
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -111,6 +113,8 @@ def attend_lists_kernel(
     offs_c = tl.arange(0, BLOCK_C)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
+    if STACKED:
+        offs_m = offs_m % 8
     mask_m = offs_m < group_size
 
     pdl_wait(CHAINED)
@@ -171,7 +175,7 @@ def attend_lists_kernel(
                     if WHOLE:
                         m, l, acc = attend_tile(
                             *(tile, place, block, m, l, acc, q, scale, lists, keys, parts, D, E),
-                            *(PAGE_SIZE, BLOCK_SIZE, True, 1, P_UNIT, INTERPRET),
+                            *(PAGE_SIZE, BLOCK_SIZE, True, 1, P_UNIT, STACKED, INTERPRET),
                             *(BLOCK_T, BLOCK_D, BLOCK_E),
                         )
                         place, block = place_of(
@@ -180,7 +184,7 @@ def attend_lists_kernel(
                     else:
                         m, l, acc = exact_tile(
                             *(place, m, l, acc, q, scale, lists, keys, parts, D, E, BLOCK_SIZE),
-                            *(P_UNIT, INTERPRET, BLOCK_D, BLOCK_E),
+                            *(P_UNIT, STACKED, INTERPRET, BLOCK_D, BLOCK_E),
                         )
                         place = positions(tile + 1, row_pages, count, PAGE_SIZE, BLOCK_T, False)
                     tile += 1
@@ -189,7 +193,7 @@ def attend_lists_kernel(
                     if WHOLE:
                         m, l, acc = attend_tile(
                             *(i, place, block, m, l, acc, q, scale, lists, keys, parts, D, E),
-                            *(PAGE_SIZE, BLOCK_SIZE, True, 1, P_UNIT, INTERPRET),
+                            *(PAGE_SIZE, BLOCK_SIZE, True, 1, P_UNIT, STACKED, INTERPRET),
                             *(BLOCK_T, BLOCK_D, BLOCK_E),
                         )
                         place, block = place_of(
@@ -198,7 +202,7 @@ def attend_lists_kernel(
                     else:
                         m, l, acc = exact_tile(
                             *(place, m, l, acc, q, scale, lists, keys, parts, D, E, BLOCK_SIZE),
-                            *(P_UNIT, INTERPRET, BLOCK_D, BLOCK_E),
+                            *(P_UNIT, STACKED, INTERPRET, BLOCK_D, BLOCK_E),
                         )
                         place = positions(i + 1, row_pages, count, PAGE_SIZE, BLOCK_T, False)
         else:
@@ -232,7 +236,7 @@ def attend_lists_kernel(
                     next_step = steps_at(next_place, steps, packed, CHANNEL, BLOCK_T)
                     m, l, acc = residual_tile(
                         *(place, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
-                        *(BLOCK_SIZE, CHANNEL, WHOLE, P_UNIT, INTERPRET),
+                        *(BLOCK_SIZE, CHANNEL, WHOLE, P_UNIT, STACKED, INTERPRET),
                         *(BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
                     )
                     step = next_step
@@ -243,7 +247,7 @@ def attend_lists_kernel(
                     next_step = steps_at(next_place, steps, packed, CHANNEL, BLOCK_T)
                     m, l, acc = residual_tile(
                         *(place, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
-                        *(BLOCK_SIZE, CHANNEL, WHOLE, P_UNIT, INTERPRET),
+                        *(BLOCK_SIZE, CHANNEL, WHOLE, P_UNIT, STACKED, INTERPRET),
                         *(BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
                     )
                     step = next_step
@@ -263,14 +267,22 @@ def attend_lists_kernel(
             while tile < end:
                 m, l, acc = attend_tile(
                     *(tile, 0, 0, m, l, acc, q, scale, rest, keys, parts, D, E, PAGE_SIZE),
-                    *(BLOCK_SIZE, False, 1, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                    *(BLOCK_SIZE, False, 1, P_UNIT, STACKED, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
                 )
                 tile += 1
         piece = (program + list_id).to(tl.int64) * group_size + offs_m
         tl.store(m_ptr + piece, m, mask=mask_m)
         tl.store(l_ptr + piece, l, mask=mask_m)
-        acc_ptrs = acc_ptr + piece[:, None] * E + offs_e
-        tl.store(acc_ptrs, acc / P_UNIT, mask=mask_m[:, None] & (offs_e < E))
+        if STACKED:
+            acc = tl.sum(tl.reshape(acc, [2, 8, BLOCK_E]), 0)
+            offs_h = tl.arange(0, 8)
+            mask_h = offs_h < group_size
+            piece = (program + list_id).to(tl.int64) * group_size + offs_h
+            acc_ptrs = acc_ptr + piece[:, None] * E + offs_e
+            tl.store(acc_ptrs, acc / P_UNIT, mask=mask_h[:, None] & (offs_e < E))
+        else:
+            acc_ptrs = acc_ptr + piece[:, None] * E + offs_e
+            tl.store(acc_ptrs, acc / P_UNIT, mask=mask_m[:, None] & (offs_e < E))
         at = until
         list_id += 1
 
@@ -290,6 +302,7 @@ def exact_tile(
     E: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     P_UNIT: tl.constexpr,
+    STACKED: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -319,7 +332,7 @@ def exact_tile(
         mask=read[:, None] & (offs_e < E),
         other=0.0,
     )  # [BLOCK_T, BLOCK_E]
-    return attend_loaded(0, m, l, acc, q, k, v, read, scale, parts, 1, P_UNIT, INTERPRET)
+    return attend_loaded(0, m, l, acc, q, k, v, read, scale, parts, 1, P_UNIT, STACKED, INTERPRET)
 
 
 @triton.jit
@@ -381,6 +394,7 @@ def residual_tile(
     CHANNEL: tl.constexpr,
     WHOLE: tl.constexpr,
     P_UNIT: tl.constexpr,
+    STACKED: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -454,7 +468,10 @@ def residual_tile(
     p = tl.exp2((s - base[:, None]) * LOG2E)
     alpha = tl.exp2((m - base) * LOG2E)
     l = l * alpha + tl.sum(p, 1)
-    acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
+    if STACKED:
+        acc = add_stacked(acc * alpha[:, None], p * P_UNIT, v)
+    else:
+        acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
     return m_new, l, acc
 
 

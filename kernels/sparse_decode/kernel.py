@@ -182,7 +182,7 @@ def attend_split(
         while tile < end:
             m, l, acc = attend_tile(
                 *(tile, lowest, block, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE),
-                *(BLOCK_SIZE, WHOLE, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                *(BLOCK_SIZE, WHOLE, PART, P_UNIT, False, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
             tile += 1
             lowest, block = place_of(tile, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
@@ -190,7 +190,7 @@ def attend_split(
         for i in tl.range(tile, end):
             m, l, acc = attend_tile(
                 *(i, lowest, block, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE),
-                *(BLOCK_SIZE, WHOLE, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                *(BLOCK_SIZE, WHOLE, PART, P_UNIT, False, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
             lowest, block = place_of(i + 1, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
     return m, l, acc
@@ -256,6 +256,7 @@ def attend_tile(
     WHOLE: tl.constexpr,
     PART: tl.constexpr,
     P_UNIT: tl.constexpr,
+    STACKED: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -283,7 +284,7 @@ def attend_tile(
     # [BLOCK_T, BLOCK_D] and [BLOCK_T, BLOCK_E]
     k = tl.load(k_ptr + offs_k, mask=read[:, None] & (offs_d < D), other=0.0)
     v = tl.load(v_ptr + offs_v, mask=read[:, None] & (offs_e < E), other=0.0)
-    return attend_loaded(tile, m, l, acc, q, k, v, read, scale, parts, PART, P_UNIT, INTERPRET)
+    return attend_loaded(tile, m, l, acc, q, k, v, read, scale, parts, PART, P_UNIT, STACKED, INTERPRET)
 
 
 @triton.jit
@@ -300,6 +301,7 @@ def attend_loaded(
     parts,
     PART: tl.constexpr,
     P_UNIT: tl.constexpr,
+    STACKED: tl.constexpr,  # rows 8 to 15 are rows 0 to 7 once more
     INTERPRET: tl.constexpr,
 ):
     """The running softmax after these keys and values [BLOCK_T, ..], where they are read."""
@@ -321,7 +323,10 @@ def attend_loaded(
     p = tl.exp2((s - base[:, None]) * LOG2E)
     alpha = tl.exp2((m - base) * LOG2E)
     l = l * alpha + tl.sum(p, 1)
-    acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
+    if STACKED:
+        acc = add_stacked(acc * alpha[:, None], p * P_UNIT, v)
+    else:
+        acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
     return m_new, l, acc
 
 
@@ -384,6 +389,16 @@ def add_weighted(acc, p, v):
         low = (p - high.to(tl.float32)).to(v.dtype)
         acc = tl.dot(low, v, tl.dot(high, v, acc))
     return acc
+
+
+@triton.jit
+def add_stacked(acc, p, v):
+    """add_weighted where rows 8 to 15 of p are rows 0 to 7 once more: the first eight take the high
+    pieces and the others the low ones, in one product. The sum of both halves is what is meant."""
+    high = p.to(v.dtype)
+    low = (p - high.to(tl.float32)).to(v.dtype)
+    is_high = tl.arange(0, 16)[:, None] < 8
+    return tl.dot(tl.where(is_high, high, low), v, acc)
 
 
 @triton.jit
