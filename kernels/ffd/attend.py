@@ -113,9 +113,12 @@ def attend_lists_kernel(
     offs_c = tl.arange(0, BLOCK_C)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
+    ROWS: tl.constexpr = 8 if STACKED else BLOCK_M
     if STACKED:
         offs_m = offs_m % 8
     mask_m = offs_m < group_size
+    offs_r = tl.arange(0, ROWS)
+    mask_r = offs_r < group_size
 
     pdl_wait(CHAINED)
     pdl_launch(PDL)  # the lists stand: the merge reads their counts before it waits
@@ -150,8 +153,8 @@ def attend_lists_kernel(
         whole = q.to(tl.float32)  # [BLOCK_M, BLOCK_D]
         if INTERPRET:  # its bfloat16 arithmetic is wrong
             q = whole
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.full([BLOCK_M], 0.0, tl.float32)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.full([ROWS], 0.0, tl.float32)
         acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
         keys = (k_head, v_head, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
         parts = (None, 0, mask_m)
@@ -217,6 +220,21 @@ def attend_lists_kernel(
             )  # [BLOCK_M, BLOCK_C]
             integers = integer_planes(planes, BITS, 1)
             high, low, _ = split_bytes(whole / integers[2][:, None])
+            if STACKED:
+                is_high = tl.arange(0, BLOCK_M)[:, None] < 8
+                high = tl.where(is_high, high, low)
+                stack0 = tl.where(is_high, integers[0][0], integers[1][0])
+                stack1 = tl.where(is_high, integers[0][1], integers[1][1])
+                if BITS == 2:
+                    stack2 = tl.where(is_high, integers[0][2], integers[1][2])
+                    stack3 = tl.where(is_high, integers[0][3], integers[1][3])
+                    stacked = (stack0, stack1, stack2, stack3)
+                else:
+                    stacked = (stack0, stack1)  # type: ignore[assignment]
+                # unit and sum of each head: rows 8 to 15 are rows 0 to 7
+                unit_H = tl.max(tl.reshape(integers[2], [2, 8]), 0)
+                sum_H = tl.max(tl.reshape(integers[3], [2, 8]), 0)
+                integers = (stacked, stacked, unit_H, sum_H)
             query = (planes, whole, integers, high, low, scale, unit)
             lists = (
                 row_pages,
@@ -270,19 +288,13 @@ def attend_lists_kernel(
                     *(BLOCK_SIZE, False, 1, P_UNIT, STACKED, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
                 )
                 tile += 1
-        piece = (program + list_id).to(tl.int64) * group_size + offs_m
-        tl.store(m_ptr + piece, m, mask=mask_m)
-        tl.store(l_ptr + piece, l, mask=mask_m)
+        piece = (program + list_id).to(tl.int64) * group_size + offs_r
+        tl.store(m_ptr + piece, m, mask=mask_r)
+        tl.store(l_ptr + piece, l, mask=mask_r)
         if STACKED:
             acc = tl.sum(tl.reshape(acc, [2, 8, BLOCK_E]), 0)
-            offs_h = tl.arange(0, 8)
-            mask_h = offs_h < group_size
-            piece = (program + list_id).to(tl.int64) * group_size + offs_h
-            acc_ptrs = acc_ptr + piece[:, None] * E + offs_e
-            tl.store(acc_ptrs, acc / P_UNIT, mask=mask_h[:, None] & (offs_e < E))
-        else:
-            acc_ptrs = acc_ptr + piece[:, None] * E + offs_e
-            tl.store(acc_ptrs, acc / P_UNIT, mask=mask_m[:, None] & (offs_e < E))
+        acc_ptrs = acc_ptr + piece[:, None] * E + offs_e
+        tl.store(acc_ptrs, acc / P_UNIT, mask=mask_r[:, None] & (offs_e < E))
         at = until
         list_id += 1
 
@@ -453,11 +465,15 @@ def residual_tile(
         step = tl.full([BLOCK_T], 1.0, tl.float32)
 
     plane_high, plane_low, q_unit, total = integers
-    codes = transposed_products(x, plane_high, plane_low, BITS, INTERPRET)
     signed = signed_bytes(r, INTERPRET)
     zero = tl.zeros([whole.shape[0], BLOCK_T], tl.int32)
-    fine = byte_dot(high, tl.trans(signed), zero, INTERPRET) * 256
-    fine += byte_dot(low, tl.trans(signed), zero, INTERPRET)
+    if STACKED:
+        codes = stacked_products(x, plane_high, BITS, INTERPRET)
+        fine = both_halves(byte_dot(high, tl.trans(signed), zero, INTERPRET))
+    else:
+        codes = transposed_products(x, plane_high, plane_low, BITS, INTERPRET)
+        fine = byte_dot(high, tl.trans(signed), zero, INTERPRET) * 256
+        fine += byte_dot(low, tl.trans(signed), zero, INTERPRET)
     s = codes.to(tl.float32) + fine.to(tl.float32) * unit
     s += (total * (0.5 - (1 << (BITS - 1)) + 0.5 * unit))[:, None]
     s = s * (q_unit * scale)[:, None] * step[None, :]
@@ -469,7 +485,7 @@ def residual_tile(
     alpha = tl.exp2((m - base) * LOG2E)
     l = l * alpha + tl.sum(p, 1)
     if STACKED:
-        acc = add_stacked(acc * alpha[:, None], p * P_UNIT, v)
+        acc = add_stacked(acc, alpha, p * P_UNIT, v)
     else:
         acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
     return m_new, l, acc
@@ -489,6 +505,23 @@ def transposed_products(x, high, low, BITS: tl.constexpr, INTERPRET: tl.constexp
         h = byte_dot(high[3], c3, byte_dot(high[2], c2, h, INTERPRET), INTERPRET)
         l = byte_dot(low[3], c3, byte_dot(low[2], c2, l, INTERPRET), INTERPRET)
     return h * 256 + l
+
+
+@triton.jit
+def stacked_products(x, bytes_, BITS: tl.constexpr, INTERPRET: tl.constexpr):
+    """transposed_products where rows 0 to 7 hold the high bytes and rows 8 to 15 the low ones:
+    [8, T]."""
+    z = tl.zeros([16, x.shape[0]], tl.int32)
+    for i in tl.static_range(8 // BITS):
+        z = byte_dot(bytes_[i], tl.trans(code_plane(x, i, BITS, INTERPRET)), z, INTERPRET)
+    return both_halves(z)
+
+
+@triton.jit
+def both_halves(z):
+    """256 · rows 0 to 7 of z [16, T] plus rows 8 to 15."""
+    weight = tl.where(tl.arange(0, 16)[:, None] < 8, 256, 1)
+    return tl.sum(tl.reshape(z * weight, [2, 8, z.shape[1]]), 0)
 
 
 @triton.jit

@@ -22,7 +22,6 @@ from sparse_eval.kernels.thumbnail.launch import form_of, pack_triton, tile_of
 
 MAX_PROGRAMS = 1024
 LONG_SHARE = 16  # tiles of 64 tokens that pay for a program of one warp
-STACK = True
 TILE, TILE_BYTES = 128, 32 * 1024  # of an attention tile, at most: tokens, bytes of K or of V
 
 
@@ -281,7 +280,7 @@ def lists_decode_triton(
             BLOCK_SIZE=1 if table is None else k.shape[2],
             WHOLE=is_whole(pages, starts, table, k, page_size, block_t),
             P_UNIT=2.0**15 if q.dtype == torch.float16 else 1.0,
-            STACKED=group_size <= 8 and v.dtype != torch.float32 and STACK,
+            STACKED=group_size <= 8 and v.dtype != torch.float32 and form["CHANNEL"] is False,
             INTERPRET=INTERPRETED,
             PDL=pdl,
             CHAINED=pdl and chained,

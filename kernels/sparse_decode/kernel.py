@@ -309,6 +309,8 @@ def attend_loaded(
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if STACKED:
+        s = either_half(s)
     s = tl.where(read, s, float("-inf"))  # [BLOCK_M, BLOCK_T]
 
     part_ptr, num_parts, mask_m = parts
@@ -324,7 +326,7 @@ def attend_loaded(
     alpha = tl.exp2((m - base) * LOG2E)
     l = l * alpha + tl.sum(p, 1)
     if STACKED:
-        acc = add_stacked(acc * alpha[:, None], p * P_UNIT, v)
+        acc = add_stacked(acc, alpha, p * P_UNIT, v)
     else:
         acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
     return m_new, l, acc
@@ -392,13 +394,22 @@ def add_weighted(acc, p, v):
 
 
 @triton.jit
-def add_stacked(acc, p, v):
-    """add_weighted where rows 8 to 15 of p are rows 0 to 7 once more: the first eight take the high
-    pieces and the others the low ones, in one product. The sum of both halves is what is meant."""
-    high = p.to(v.dtype)
-    low = (p - high.to(tl.float32)).to(v.dtype)
+def either_half(x):
+    """Rows 0 to 7 of x [16, ..], whose rows 8 to 15 are the same."""
+    return tl.max(tl.reshape(x, [2, 8, x.shape[1]]), 0)
+
+
+@triton.jit
+def add_stacked(acc, alpha, p, v):
+    """add_weighted of p [8, T] to alpha · acc in one product: rows 0 to 7 of acc [16, E] take the high
+    pieces of p and rows 8 to 15 the low ones. The sum of both halves is what is meant."""
+    BLOCK_T: tl.constexpr = p.shape[1]
+    twice = tl.reshape(tl.broadcast_to(p[None, :, :], [2, 8, BLOCK_T]), [16, BLOCK_T])
+    alpha = tl.reshape(tl.broadcast_to(alpha[None, :], [2, 8]), [16])
+    high = twice.to(v.dtype)
+    low = (twice - high.to(tl.float32)).to(v.dtype)
     is_high = tl.arange(0, 16)[:, None] < 8
-    return tl.dot(tl.where(is_high, high, low), v, acc)
+    return tl.dot(tl.where(is_high, high, low), v, acc * alpha[:, None])
 
 
 @triton.jit
