@@ -9,19 +9,19 @@ import triton.language as tl
 
 from sparse_eval.kernels.sparse_decode.kernel import locate, pdl_launch, pdl_wait
 from sparse_eval.kernels.thumbnail.kernel import (
-    above_threshold,
-    integer_planes,
     load_planes,
     page_integers,
     pages_scores,
     planes_norm,
     score_keys,
-    threshold_query,
+    sum_query,
+    sum_threshold,
+    token_sums,
 )
 
 RULE = [
     *("num_pages", "num_tokens", "group_size", "sink_pages", "local_pages", "codes_batch"),
-    *("fetched", "ahead"),
+    "ahead",
 ]
 
 
@@ -34,8 +34,6 @@ def scan_kernel(
     starts_ptr,  # [B], None = 0
     lengths_ptr,  # [B]
     table_ptr,  # [B, blocks], None = k is a contiguous cache
-    next_k_ptr,  # what a kept page's attention reads, [B or 1, G, token, ..]; None = not fetched
-    next_v_ptr,
     flags_ptr,  # [B, G, num_pages] uint8: a visible page is read
     sums_ptr,  # [B, G, programs] int32, 0: one more than how many of a program's pages are
     pages_ptr,  # [B, G, num_pages] int32
@@ -57,13 +55,6 @@ def scan_kernel(
     stride_kn,
     stride_kd,
     codes_batch,  # 0 over a batch of one, else G
-    next_kb,  # bytes from a row, a KV head and a token to the next
-    next_kg,
-    next_kn,
-    next_vb,
-    next_vg,
-    next_vn,
-    fetched,  # kept pages fetched for the attention, of each place of a program's tiles, in 16ths
     ahead,  # tiles whose codes a program fetches before all else, at most
     D: tl.constexpr,
     C: tl.constexpr,
@@ -73,7 +64,7 @@ def scan_kernel(
     CHANNEL: tl.constexpr,
     EXACT: tl.constexpr,  # the pseudo-max is of exact scores, the others are raised by their bound
     WHOLE: tl.constexpr,  # no tile passes the capacity, no channel is masked
-    SHIFTED: tl.constexpr,  # starts shift next_k as they shift next_v
+    NARROW: tl.constexpr,
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -122,6 +113,21 @@ def scan_kernel(
             fetch(codes_ptr + first * C, tokens * C)
             if not CHANNEL:
                 fetch(step_ptr + first, tokens * (step_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    cached = (codes_ptr, step_ptr, num_full)
+    # What the kernel before this one writes is the page that has just filled, if one has.
+    if CHAINED:
+        if length % PAGE_SIZE == 0:
+            pdl_wait(CHAINED)
+    # These loads do not wait for the query.
+    first_local = tl.maximum(num_visible - local_pages, 0)
+    sinks = tl.minimum(sink_pages, num_visible) * PAGE_SIZE
+    forced = sinks + (num_visible - first_local) * PAGE_SIZE
+    places = (sinks, first_local * PAGE_SIZE, forced)
+    at = 0
+    if not CHANNEL:
+        step = token_steps(tile, cached, PAGE_SIZE, BLOCK_N)
+        if not EXACT:
+            x_F, step_F, mask_F = forced_keys(at, places, cached, C, PAGE_SIZE, BLOCK_C, BLOCK_F)
     # A negative scale turns the query about.
     turn = tl.where(scale < 0, -1.0, 1.0)
     if BITS == 2:
@@ -129,13 +135,12 @@ def scan_kernel(
     else:
         planes = (planes[0] * turn, planes[1] * turn)  # type: ignore[assignment]
     size = tl.abs(scale)
-    integers = integer_planes(planes, BITS, 0)
     slack = tl.zeros([BLOCK_H], tl.float32)
     if EXACT:
         slack += planes_norm(planes, BITS, 0) * size * reach
-    cached = (codes_ptr, step_ptr, num_full)
+    if not CHANNEL:
+        sums = sum_query(planes, BITS, NARROW)
 
-    pdl_wait(CHAINED)
     if EXACT:
         k_ptr += kv_head.to(tl.int64) * stride_kg
         if table_ptr is None:
@@ -152,38 +157,32 @@ def scan_kernel(
         lists = (None, table_ptr, start, live, 0)
         keys = (k_ptr, lists, (stride_kb, stride_kn, stride_kd), q)
 
-    first_local = tl.maximum(num_visible - local_pages, 0)
     pseudo_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    forced = (tl.minimum(sink_pages, num_visible) + num_visible - first_local) * PAGE_SIZE
-    at = 0
+    if not EXACT and not CHANNEL:
+        s = token_sums(x_F, sums, BITS, NARROW, INTERPRET) * step_F.to(tl.float32)[:, None]
+        s = tl.where(mask_F[:, None], s * (sums[4] * size)[None, :], float("-inf"))
+        pseudo_max = tl.maximum(pseudo_max, tl.max(s, 0))
+        at += BLOCK_F
     while at < forced:
-        offs_f = at + tl.arange(0, BLOCK_F)
-        sinks = tl.minimum(sink_pages, num_visible) * PAGE_SIZE
-        position = tl.where(offs_f < sinks, offs_f, offs_f - sinks + first_local * PAGE_SIZE)
-        mask_f = offs_f < forced
         if EXACT:
+            position, mask_F = forced_places(at, places, BLOCK_F)
             s = exact_scores(
-                *(position, mask_f, keys, scale, D, PAGE_SIZE, BLOCK_SIZE),
+                *(position, mask_F, keys, scale, D, PAGE_SIZE, BLOCK_SIZE),
                 *(INTERPRET, BLOCK_D, BLOCK_F),
             )
-            mask_f &= position < live
-        else:
-            mask_f &= position < num_full * PAGE_SIZE
+            s = tl.where((mask_F & (position < live))[:, None], s, float("-inf"))
+        elif CHANNEL:
+            x_F, _, mask_F = forced_keys(at, places, cached, C, PAGE_SIZE, BLOCK_C, BLOCK_F)
             page = tl.where(at < sinks, at, at - sinks + first_local * PAGE_SIZE) // PAGE_SIZE
-            x = tl.load(
-                codes_ptr + position.to(tl.int64)[:, None] * C + offs_c,
-                mask=mask_f[:, None] & mask_c,
-                other=0,
-            )  # [BLOCK_F, BLOCK_C]
-            step = 0.0
-            if not CHANNEL:
-                step = tl.load(step_ptr + position, mask=mask_f, other=0.0).to(tl.float32)
-            if CHANNEL:
-                at_page = step_ptr + page.to(tl.int64) * D
-                integers = page_integers(planes, at_page, C, BITS, offs_c, mask_c)
+            at_page = step_ptr + page.to(tl.int64) * D
+            integers = page_integers(planes, at_page, C, BITS, offs_c, mask_c)
             none = tl.zeros([BLOCK_H], tl.float32)
-            s = score_keys(x, step, integers, size, none, BITS, CHANNEL, INTERPRET)
-        s = tl.where(mask_f[:, None], s, float("-inf"))
+            s = score_keys(x_F, 0.0, integers, size, none, BITS, CHANNEL, INTERPRET)
+            s = tl.where(mask_F[:, None], s, float("-inf"))
+        else:
+            x_F, step_F, mask_F = forced_keys(at, places, cached, C, PAGE_SIZE, BLOCK_C, BLOCK_F)
+            s = token_sums(x_F, sums, BITS, NARROW, INTERPRET) * step_F.to(tl.float32)[:, None]
+            s = tl.where(mask_F[:, None], s * (sums[4] * size)[None, :], float("-inf"))
         pseudo_max = tl.maximum(pseudo_max, tl.max(s, 0))
         at += BLOCK_F
     threshold = tl.where(mask_h, pseudo_max - delta, float("inf"))
@@ -201,16 +200,6 @@ def scan_kernel(
         empty += BLOCK_PAGES
     count = tl.zeros([TILE_PAGES], tl.int32)
     pages = (num_visible, num_full, sink_pages, first_local, flags_ptr)
-    FETCH: tl.constexpr = next_k_ptr is not None and not INTERPRET
-    if FETCH:
-        first_k = row * next_kb + kv_head.to(tl.int64) * next_kg
-        first_v = row * next_vb + kv_head.to(tl.int64) * next_vg + start.to(tl.int64) * next_vn
-        if SHIFTED:
-            first_k += start.to(tl.int64) * next_kn
-        first_k += next_k_ptr.to(tl.int64)
-        first_v += next_v_ptr.to(tl.int64)
-        most = (fetched + program % 16) // 16
-        next_of = (first_k, first_v, PAGE_SIZE * next_kn, PAGE_SIZE * next_vn, most, num_full)
     # Steps are loaded a tile ahead: the pipeline holds only what enters a product.
     if CHANNEL:
         query = (planes, size, size * reach, threshold)
@@ -229,41 +218,37 @@ def scan_kernel(
             for i in tl.range(tile, end):
                 steps = (s0, s1, s2, s3)
                 s0, s1, s2, s3 = page_steps(i + 1, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
-                keep = scan_pages(
+                count += scan_pages(
                     *(i, steps, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
                     *(INTERPRET, BLOCK_C, BLOCK_H, TILE_PAGES),
                 )
-                if FETCH:
-                    fetch_pages(i, keep, count, next_of)
-                count += keep
     else:
-        query = threshold_query(integers, size, slack, threshold, BITS)
-        step = token_steps(tile, cached, PAGE_SIZE, BLOCK_N)
+        least = sum_threshold(threshold, sums[4] * size)
+        if EXACT:
+            slack = slack / tl.where(sums[4] * size > 0.0, sums[4] * size, 1.0)
+        query = (sums, slack, least)
         if INTERPRET:
             at_tile = tile
             while at_tile < end:
                 next_step = token_steps(at_tile + 1, cached, PAGE_SIZE, BLOCK_N)
                 count += scan_tokens(
                     *(at_tile, step, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
-                    *(INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
+                    *(NARROW, INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
                 )
                 step = next_step
                 at_tile += 1
         else:
             for i in tl.range(tile, end):
                 next_step = token_steps(i + 1, cached, PAGE_SIZE, BLOCK_N)
-                keep = scan_tokens(
+                count += scan_tokens(
                     *(i, step, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
-                    *(INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
+                    *(NARROW, INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
                 )
-                if FETCH:
-                    fetch_pages(i, keep, count, next_of)
-                count += keep
                 step = next_step
     first, last = tile * TILE_PAGES, tl.minimum(end * TILE_PAGES, num_visible)
     list_pages(
         *(first, last, tl.sum(count, 0), num_pages, flags_ptr, sums_ptr, pages_ptr, counts_ptr),
-        *(INTERPRET, BLOCK_SUMS, BLOCK_PAGES),
+        *(INTERPRET, CHAINED, BLOCK_SUMS, BLOCK_PAGES),
     )
 
 
@@ -278,6 +263,7 @@ def list_pages(
     pages_ptr,
     counts_ptr,
     INTERPRET: tl.constexpr,
+    CHAINED: tl.constexpr,
     BLOCK_SUMS: tl.constexpr,
     BLOCK_PAGES: tl.constexpr,
 ):
@@ -289,6 +275,7 @@ def list_pages(
     program, programs = tl.program_id(0), tl.num_programs(0)
     other = tl.arange(0, BLOCK_SUMS)
     is_before = other < program
+    pdl_wait(CHAINED)  # who waits for this kernel has waited for the one before it, which set sums to 0
     tl.debug_barrier()
     tl.atomic_xchg(sums_ptr + program, count + 1, sem="release")
     sums = tl.load(sums_ptr + other, mask=is_before, other=1, volatile=True)
@@ -333,42 +320,38 @@ def fetch(ptr, num_bytes):
 
 
 @triton.jit
-def fetch_pages(tile, keep, count, next_of):
-    """Asks for what the attention reads of a tile's kept pages, up to a number of each place of a
-    tile: while the scan is at work memory has time to spare. A hint, which changes no result."""
-    first_k, first_v, bytes_k, bytes_v, most, num_full = next_of
-    place = tl.arange(0, keep.shape[0])
-    page = tile * keep.shape[0] + place
-    is_fetched = (keep > 0) & (count < most) & (page < num_full)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b32 t;
-        mov.u32 t, %laneid;
-        setp.eq.u32 p, t, $6;
-        setp.ne.and.s32 p, $5, 0, p;
-        @p cp.async.bulk.prefetch.L2.global [$1], $3;
-        @p cp.async.bulk.prefetch.L2.global [$2], $4;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,l,r,r,r,r",
-        [
-            first_k + page.to(tl.int64) * bytes_k,
-            first_v + page.to(tl.int64) * bytes_v,
-            bytes_k,
-            bytes_v,
-            is_fetched.to(tl.int32),
-            place,
-        ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def either(a, b):
+    return a | b
 
 
 @triton.jit
-def either(a, b):
-    return a | b
+def forced_places(at, places, BLOCK_F: tl.constexpr):
+    """Positions number at .. at + BLOCK_F of the forced pages' tokens, and which there are."""
+    sinks, first_local, forced = places
+    offs_f = at + tl.arange(0, BLOCK_F)
+    position = tl.where(offs_f < sinks, offs_f, offs_f - sinks + first_local)
+    return position, offs_f < forced
+
+
+@triton.jit
+def forced_keys(
+    at,
+    places,
+    cached,
+    C: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """Codes [BLOCK_F, BLOCK_C] and steps of the forced full pages' tokens, and which there are."""
+    codes_ptr, step_ptr, num_full = cached
+    offs_c = tl.arange(0, BLOCK_C)
+    position, mask = forced_places(at, places, BLOCK_F)
+    mask &= position < num_full * PAGE_SIZE
+    x_ptrs = codes_ptr + position.to(tl.int64)[:, None] * C + offs_c
+    x = tl.load(x_ptrs, mask=mask[:, None] & (offs_c < C), other=0)
+    step = tl.load(step_ptr + position, mask=mask, other=0.0)
+    return x, step, mask
 
 
 @triton.jit
@@ -417,6 +400,7 @@ def scan_tokens(
     PAGE_SIZE: tl.constexpr,
     EXACT: tl.constexpr,
     WHOLE: tl.constexpr,
+    NARROW: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -433,11 +417,16 @@ def scan_tokens(
     else:
         mask = offs_n < num_full * PAGE_SIZE - tile * BLOCK_N
         x = tl.load(x_ptrs, mask=mask[:, None] & (offs_c < C)[None, :], other=0)
-    above = above_threshold(x, step.to(tl.float32), query, BITS, EXACT, INTERPRET)
-    above = tl.reshape(above, [BLOCK_N // PAGE_SIZE, PAGE_SIZE * BLOCK_H])
+    sums, slack, least = query
+    total = token_sums(x, sums, BITS, NARROW, INTERPRET)
+    if EXACT:
+        total += slack[None, :]
+    # negative where a score is no lower than the threshold: one fused operation, whose sign counts
+    left = (least[None, :] - total * step.to(tl.float32)[:, None]).to(tl.int32, bitcast=True)
+    above = tl.reshape(left, [BLOCK_N // PAGE_SIZE, PAGE_SIZE * BLOCK_H])
     if INTERPRET:
         above = tl.min(above, 1)
-    else:  # the signs alone count
+    else:
         above = tl.reduce(above, 1, either)
     return flag_pages(tile, above < 0, pages, BLOCK_N // PAGE_SIZE)
 

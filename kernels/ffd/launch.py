@@ -20,6 +20,7 @@ from sparse_eval.kernels.sparse_decode.launch import (
 from sparse_eval.kernels.thumbnail import Residual, Thumbnail
 from sparse_eval.kernels.thumbnail.launch import form_of, pack_triton, tile_of
 
+NARROW = True
 MAX_PROGRAMS = 1024
 LONG_SHARE = 16  # tiles of 64 tokens that pay for a program of one warp
 TILE, TILE_BYTES = 128, 32 * 1024  # of an attention tile, at most: tokens, bytes of K or of V
@@ -39,13 +40,11 @@ def ffd_select_triton(
     pseudo_max: str,
     block_table: Tensor | None = None,
     chained: bool = False,
-    attended: tuple[Tensor, Tensor] | None = None,
     sums: Tensor | None = None,
     block_n: int | None = None,
     num_blocks: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
-    fetched_bytes: int | None = None,
     ahead: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in api.ffd_select, which checks them.
@@ -70,27 +69,23 @@ def ffd_select_triton(
     assert sums.shape == (rows, kv_heads, num_blocks)
     lengths = lengths.contiguous()
     form = form_of(t)
-    attended = attended if fetched_bytes else None
-    next_k, next_v, next_strides, page_bytes = fetched_of(attended, t.page_size)
-    places = num_blocks * rows * kv_heads * tile_pages
-    fetched = 16 * (fetched_bytes or 0) // (page_bytes * places)
     pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
         scan_kernel[(num_blocks, kv_heads, rows)](
             *(q, t.codes, t.step, k, None if starts is None else starts.contiguous(), lengths),
-            *(table, next_k, next_v, flags, sums, pages, counts, float(scale), float(delta), t.reach, t.num_pages),
+            *(table, flags, sums, pages, counts, float(scale), float(delta), t.reach, t.num_pages),
             k.shape[2] * (1 if table is None else table.shape[1]),
             *(heads // kv_heads, sink_pages, local_pages),
             0 if table is None else table.stride(0),
             *q.stride(),
             *batch_strides(k, table),
             kv_heads if len(t.codes) > 1 else 0,
-            *(*next_strides, fetched, ahead or 0),
+            ahead or 0,
             **form,
             BLOCK_SIZE=1 if table is None else k.shape[2],
-            SHIFTED=attended is not None and attended[0].dtype != torch.uint8,
             EXACT=pseudo_max == "exact",
             WHOLE=t.num_tokens % block_n == 0 and form["C"] == form["BLOCK_C"],
+            NARROW=NARROW,
             INTERPRET=INTERPRETED,
             PDL=pdl,
             CHAINED=pdl and chained,
@@ -148,7 +143,6 @@ def ffd_step_triton(
         pseudo_max=pseudo_max,
         block_table=block_table,
         chained=True,
-        attended=(k if residual is None else residual.codes, v) if block_table is None else None,
         sums=sums,
         **options | {"num_blocks": blocks},
     )
@@ -161,25 +155,6 @@ def ffd_step_triton(
         **attend or {},
     )
     return out, lse, pages, counts
-
-
-def fetched_of(
-    attended: tuple[Tensor, Tensor] | None, page_size: int
-) -> tuple[Tensor | None, Tensor | None, tuple[int, ...], int]:
-    """What the attention reads, [B or 1, G, token, ..], as the scan asks for it: the tensors, their
-    strides in bytes and the bytes of a page; None where a page is not one run of bytes."""
-    if attended is None or INTERPRETED:
-        return None, None, (0,) * 6, 1
-    strides: tuple[int, ...] = ()
-    for x in attended:
-        size = x.element_size()
-        wide = (0 if len(x) == 1 else x.stride(0), x.stride(1), x.stride(2))
-        strides += tuple(n * size for n in wide)
-        if x.stride(3) != 1 or x.stride(2) != x.shape[3] or x.data_ptr() % 16:
-            return None, None, (0,) * 6, 1
-    if any(n % 16 for n in strides):
-        return None, None, (0,) * 6, 1
-    return *attended, strides, page_size * (strides[2] + strides[5])
 
 
 def blocks_of(t: Thumbnail, lists: int, device: torch.device, block_n: int | None) -> int:
@@ -234,6 +209,7 @@ def lists_decode_triton(
     num_programs: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
+    block_e_merge: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in api.lists_decode and residual_decode, which check them."""
     t = thumbnail if residual is not None else None
@@ -294,7 +270,7 @@ def lists_decode_triton(
             num_stages=num_stages or 2,
             enable_fp_fusion=True,
         )
-        merge_pieces_kernel[(rows * heads, triton.cdiv(e, 32))](
+        merge_pieces_kernel[(rows * heads, triton.cdiv(e, block_e_merge or 32))](
             *(acc, m, l, counts, out, lse, num_programs, lists, pages.shape[2], group_size),
             E=e,
             PAGE_SIZE=page_size,
@@ -303,7 +279,7 @@ def lists_decode_triton(
             BLOCK_T=block_t,
             BLOCK_L=block_l,
             BLOCK_P=64 if INTERPRETED else merged_at_once(num_programs, lists),
-            BLOCK_E=32,
+            BLOCK_E=block_e_merge or 32,
             enable_fp_fusion=True,
         )
     return out.to(q.dtype), lse
