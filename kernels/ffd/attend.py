@@ -35,13 +35,13 @@ SIZES = ["num_tokens", "num_pages", "num_slots", "num_lists", "kv_heads", "group
 
 
 @triton.jit
-def tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr):
+def tiles_of(counts_ptr, num_lists, num_slots, page_size, tile_tokens, BLOCK_L: tl.constexpr):
     """Tiles and pages of each list, [BLOCK_L]."""
     lists = tl.arange(0, BLOCK_L)
     # not from the L1, which may hold what an earlier kernel wrote there
     counts = tl.load(counts_ptr + lists, mask=lists < num_lists, other=0, cache_modifier=".cg")
     counts = tl.minimum(counts, num_slots)
-    return (counts * PAGE_SIZE + BLOCK_T - 1) // BLOCK_T, counts
+    return (counts * page_size + tile_tokens - 1) // tile_tokens, counts
 
 
 @triton.jit
@@ -536,7 +536,10 @@ def signed_bytes(r, INTERPRET: tl.constexpr):
     return signed
 
 
-@triton.jit(do_not_specialize=["num_programs", "num_lists", "num_slots", "group_size"])
+MERGE = ["num_programs", "num_lists", "num_slots", "group_size", "page_size", "tile_tokens"]
+
+
+@triton.jit(do_not_specialize=MERGE)
 def merge_pieces_kernel(
     acc_ptr,  # [num_programs + num_lists, group_size, E]
     m_ptr,  # [num_programs + num_lists, group_size]
@@ -548,10 +551,10 @@ def merge_pieces_kernel(
     num_lists,
     num_slots,
     group_size,
+    page_size,
+    tile_tokens,  # of attend_lists_kernel
     E: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK_T: tl.constexpr,  # of attend_lists_kernel
     BLOCK_L: tl.constexpr,
     BLOCK_P: tl.constexpr,  # pieces a step takes
     BLOCK_E: tl.constexpr,
@@ -562,7 +565,7 @@ def merge_pieces_kernel(
     offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     mask_e = offs_e < E
     # the counts stand since the kernel that this one waits for let it start
-    tiles, _ = tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE, BLOCK_T, BLOCK_L)
+    tiles, _ = tiles_of(counts_ptr, num_lists, num_slots, page_size, tile_tokens, BLOCK_L)
     lists = tl.arange(0, BLOCK_L)
     total = tl.maximum(tl.sum(tiles, 0), 1).to(tl.int64)
     start = tl.sum(tl.where(lists < list_id, tiles, 0), 0)

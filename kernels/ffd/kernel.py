@@ -273,20 +273,23 @@ def list_pages(
     program or of a later one, and a later one writes after it has seen this one's count. Programs
     wait for lower ones alone, which started before them."""
     program, programs = tl.program_id(0), tl.num_programs(0)
-    other = tl.arange(0, BLOCK_SUMS)
-    is_before = other < program
     pdl_wait(CHAINED)  # who waits for this kernel has waited for the one before it, which set sums to 0
     tl.debug_barrier()
     tl.atomic_xchg(sums_ptr + program, count + 1, sem="release")
-    sums = tl.load(sums_ptr + other, mask=is_before, other=1, volatile=True)
-    while tl.min(sums, 0) == 0:
+    slot, at = 0, 0
+    while at < program:
+        other = at + tl.arange(0, BLOCK_SUMS)
+        is_before = other < program
         sums = tl.load(sums_ptr + other, mask=is_before, other=1, volatile=True)
+        while tl.min(sums, 0) == 0:
+            sums = tl.load(sums_ptr + other, mask=is_before, other=1, volatile=True)
+        slot += tl.sum(sums - 1, 0)
+        at += BLOCK_SUMS
     if not INTERPRET:
         tl.inline_asm_elementwise(
             "fence.acq_rel.gpu; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
     tl.debug_barrier()
-    slot = tl.sum(sums - 1, 0)
     if program == programs - 1:
         tl.store(counts_ptr, slot + count)
     while first < last:

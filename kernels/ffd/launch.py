@@ -94,7 +94,7 @@ def ffd_select_triton(
             BLOCK_D=max(16, triton.next_power_of_2(d)),
             BLOCK_F=tile_of(t, min(256, max(16, triton.next_power_of_2(forced)))),
             BLOCK_N=block_n,
-            BLOCK_SUMS=max(32 * num_warps, triton.next_power_of_2(num_blocks)),
+            BLOCK_SUMS=512,
             BLOCK_PAGES=1024 if INTERPRETED else 128,
             num_warps=num_warps,
             num_stages=num_stages or 3,
@@ -272,11 +272,10 @@ def lists_decode_triton(
         )
         merge_pieces_kernel[(rows * heads, triton.cdiv(e, block_e_merge or 32))](
             *(acc, m, l, counts, out, lse, num_programs, lists, pages.shape[2], group_size),
+            *(page_size, block_t),
             E=e,
-            PAGE_SIZE=page_size,
             PDL=pdl,
             launch_pdl=pdl,
-            BLOCK_T=block_t,
             BLOCK_L=block_l,
             BLOCK_P=64 if INTERPRETED else merged_at_once(num_programs, lists),
             BLOCK_E=block_e_merge or 32,
