@@ -112,7 +112,9 @@ def scan_kernel(
             first = tile.to(tl.int64) * BLOCK_N
             fetch(codes_ptr + first * C, tokens * C)
             if not CHANNEL:
-                fetch(step_ptr + first, tokens * (step_ptr.dtype.element_ty.primitive_bitwidth // 8))
+                fetch(
+                    step_ptr + first, tokens * (step_ptr.dtype.element_ty.primitive_bitwidth // 8)
+                )
     cached = (codes_ptr, step_ptr, num_full)
     # What the kernel before this one writes is the page that has just filled, if one has.
     if CHAINED:
@@ -273,7 +275,9 @@ def list_pages(
     program or of a later one, and a later one writes after it has seen this one's count. Programs
     wait for lower ones alone, which started before them."""
     program, programs = tl.program_id(0), tl.num_programs(0)
-    pdl_wait(CHAINED)  # who waits for this kernel has waited for the one before it, which set sums to 0
+    pdl_wait(
+        CHAINED
+    )  # who waits for this kernel has waited for the one before it, which set sums to 0
     tl.debug_barrier()
     tl.atomic_xchg(sums_ptr + program, count + 1, sem="release")
     slot, at = 0, 0

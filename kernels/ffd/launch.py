@@ -236,7 +236,10 @@ def lists_decode_triton(
     pieces = (num_programs + lists, group_size)
     acc, m, l = new(*pieces, e), new(*pieces), new(*pieces)  # noqa: E741
     # The interpreter's own float32 -> bfloat16 truncates.
-    out, lse = new(rows, heads, e, dtype=torch.float32 if INTERPRETED else q.dtype), new(rows, heads)
+    out, lse = (
+        new(rows, heads, e, dtype=torch.float32 if INTERPRETED else q.dtype),
+        new(rows, heads),
+    )
     counts = counts.contiguous()
     block_l = max(2, triton.next_power_of_2(lists))
     pdl = can_overlap_launches(q.device)

@@ -284,7 +284,9 @@ def attend_tile(
     # [BLOCK_T, BLOCK_D] and [BLOCK_T, BLOCK_E]
     k = tl.load(k_ptr + offs_k, mask=read[:, None] & (offs_d < D), other=0.0)
     v = tl.load(v_ptr + offs_v, mask=read[:, None] & (offs_e < E), other=0.0)
-    return attend_loaded(tile, m, l, acc, q, k, v, read, scale, parts, PART, P_UNIT, STACKED, INTERPRET)
+    return attend_loaded(
+        tile, m, l, acc, q, k, v, read, scale, parts, PART, P_UNIT, STACKED, INTERPRET
+    )
 
 
 @triton.jit

@@ -71,7 +71,9 @@ def code_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.constex
 
 
 @triton.jit
-def shifted_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, NARROW: tl.constexpr, INTERPRET: tl.constexpr):
+def shifted_plane(
+    x, PLANE: tl.constexpr, BITS: tl.constexpr, NARROW: tl.constexpr, INTERPRET: tl.constexpr
+):
     """Codes number PLANE of each byte as int8, less half their range, in a byte's highest bits: one
     mask, and a shift that the multiplier can do. NARROW: of 2 bits, the even planes as they are and a
     quarter as heavy, so that one shift serves two planes."""
