@@ -195,7 +195,7 @@ def test_the_kernel_keeps_what_torch_keeps_in_every_form(form, device):
 def test_keys_of_zeros_and_any_scale(head_dim, bits, scale, device):
     q, k = draw(1, 6, head_dim, integers=True), draw(1, 2, 96, head_dim, seed=1, integers=True)
     k[:, :, 20:60] = 0
-    case = {"q": q.to(device), "k": k.to(device), "starts": None}
+    case: dict[str, Any] = {"q": q.to(device), "k": k.to(device), "starts": None}
     case["lengths"] = torch.tensor([90], dtype=torch.int32, device=device)
     case["thumbnail"] = pack_thumbnail(case["k"], page_size=8, bits=bits)
     for delta in (0.0, 1.0):

@@ -228,7 +228,7 @@ def scan_kernel(
         least = sum_threshold(threshold, sums[4] * size)
         if EXACT:
             slack = slack / tl.where(sums[4] * size > 0.0, sums[4] * size, 1.0)
-        query = (sums, slack, least)
+        query = (sums, slack, least)  # type: ignore[assignment]
         if INTERPRET:
             at_tile = tile
             while at_tile < end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -118,8 +119,8 @@ def ffd_step_triton(
     scale: float,
     pseudo_max: str,
     block_table: Tensor | None,
-    select: dict[str, int] | None = None,
-    attend: dict[str, int] | None = None,
+    select: dict[str, Any] | None = None,
+    attend: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Arguments and results as in api.ffd_step, which checks them. select, attend: options of
     ffd_select_triton and lists_decode_triton."""
@@ -144,7 +145,7 @@ def ffd_step_triton(
         block_table=block_table,
         chained=True,
         sums=sums,
-        **options | {"num_blocks": blocks},
+        **{**options, "num_blocks": blocks},
     )
     out, lse = lists_decode_triton(
         *(q, k, v, thumbnail, residual, pages, counts, starts, lengths),
@@ -152,7 +153,7 @@ def ffd_step_triton(
         scale=scale,
         block_table=block_table,
         chained=True,
-        **attend or {},
+        **(attend or {}),
     )
     return out, lse, pages, counts
 
