@@ -377,8 +377,8 @@ def test_lists_of_any_lengths_attend_as_sparse_decode_does(dtype, group_size, de
     where: dict[str, Any] = {"page_size": 8, "scale": 0.25}
     want, want_lse = ATTEND(*tensors, case["lengths"], **where, backend="torch")
     for programs, tile in ((1, 128), (3, 16), (64, 32)):
-        monkeypatch.setattr(launch, "programs_of", lambda _, n=programs: n)
-        monkeypatch.setattr(launch, "TILE", tile)
+        plan = launch.AttendPlan(tile, 4, 2, programs)
+        monkeypatch.setattr(launch, "attend_plan_of", lambda *_, plan=plan: plan)
         out, lse = lists_decode(*tensors, case["lengths"], **where, backend="triton")
         close = 1e-5 if dtype == "float32" else 2e-2
         torch.testing.assert_close(out, want, rtol=0, atol=close)

@@ -167,7 +167,7 @@ def attend_lists_kernel(
                 count,
             )
             tile = at - list_start
-            # A tile's place is found while the tile before it is read: the ids are loads themselves.
+            # A tile's place is found while the tile before it is read: ids are loads themselves.
             if WHOLE:
                 place, block = place_of(tile, lists, PAGE_SIZE, BLOCK_SIZE, True, BLOCK_T)
             else:

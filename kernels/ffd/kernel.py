@@ -1,7 +1,7 @@
 """Top-δ selection in Triton: scan the packed keys against the pseudo-max, and list the kept pages.
 
-Every program walks a range of pages and says how many it keeps; the counts of the programs before it
-tell it where its ids go. So one launch leaves ascending lists, and equal input gives equal lists.
+Every program walks a range of pages and says how many it keeps; the counts of the programs before
+it tell it where its ids go. So one launch leaves ascending lists, and equal input equal lists.
 """
 
 import triton
@@ -19,10 +19,7 @@ from sparse_eval.kernels.thumbnail.kernel import (
     token_sums,
 )
 
-RULE = [
-    *("num_pages", "num_tokens", "group_size", "sink_pages", "local_pages", "codes_batch"),
-    "ahead",
-]
+RULE = ["num_pages", "num_tokens", "group_size", "sink_pages", "local_pages", "codes_batch"]
 
 
 @triton.jit(do_not_specialize=RULE)
@@ -55,7 +52,6 @@ def scan_kernel(
     stride_kn,
     stride_kd,
     codes_batch,  # 0 over a batch of one, else G
-    ahead,  # tiles whose codes a program fetches before all else, at most
     D: tl.constexpr,
     C: tl.constexpr,
     BITS: tl.constexpr,
@@ -64,7 +60,6 @@ def scan_kernel(
     CHANNEL: tl.constexpr,
     EXACT: tl.constexpr,  # the pseudo-max is of exact scores, the others are raised by their bound
     WHOLE: tl.constexpr,  # no tile passes the capacity, no channel is masked
-    NARROW: tl.constexpr,
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -105,19 +100,9 @@ def scan_kernel(
     num_tiles = (num_visible + TILE_PAGES - 1) // TILE_PAGES
     tile = program * num_tiles // tl.num_programs(0)
     end = (program + 1) * num_tiles // tl.num_programs(0)
-    if not INTERPRET:
-        if ahead > 0:
-            last = tl.minimum(tl.minimum(end, tile + ahead) * TILE_PAGES, num_full)
-            tokens = tl.maximum(last - tile * TILE_PAGES, 0) * PAGE_SIZE
-            first = tile.to(tl.int64) * BLOCK_N
-            fetch(codes_ptr + first * C, tokens * C)
-            if not CHANNEL:
-                fetch(
-                    step_ptr + first, tokens * (step_ptr.dtype.element_ty.primitive_bitwidth // 8)
-                )
     cached = (codes_ptr, step_ptr, num_full)
     # What the kernel before this one writes is the page that has just filled, if one has.
-    if CHAINED:
+    if CHAINED:  # noqa: SIM102
         if length % PAGE_SIZE == 0:
             pdl_wait(CHAINED)
     # These loads do not wait for the query.
@@ -141,7 +126,7 @@ def scan_kernel(
     if EXACT:
         slack += planes_norm(planes, BITS, 0) * size * reach
     if not CHANNEL:
-        sums = sum_query(planes, BITS, NARROW)
+        sums = sum_query(planes, BITS)
 
     if EXACT:
         k_ptr += kv_head.to(tl.int64) * stride_kg
@@ -161,7 +146,7 @@ def scan_kernel(
 
     pseudo_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     if not EXACT and not CHANNEL:
-        s = token_sums(x_F, sums, BITS, NARROW, INTERPRET) * step_F.to(tl.float32)[:, None]
+        s = token_sums(x_F, sums, BITS, INTERPRET) * step_F.to(tl.float32)[:, None]
         s = tl.where(mask_F[:, None], s * (sums[4] * size)[None, :], float("-inf"))
         pseudo_max = tl.maximum(pseudo_max, tl.max(s, 0))
         at += BLOCK_F
@@ -183,7 +168,7 @@ def scan_kernel(
             s = tl.where(mask_F[:, None], s, float("-inf"))
         else:
             x_F, step_F, mask_F = forced_keys(at, places, cached, C, PAGE_SIZE, BLOCK_C, BLOCK_F)
-            s = token_sums(x_F, sums, BITS, NARROW, INTERPRET) * step_F.to(tl.float32)[:, None]
+            s = token_sums(x_F, sums, BITS, INTERPRET) * step_F.to(tl.float32)[:, None]
             s = tl.where(mask_F[:, None], s * (sums[4] * size)[None, :], float("-inf"))
         pseudo_max = tl.maximum(pseudo_max, tl.max(s, 0))
         at += BLOCK_F
@@ -235,7 +220,7 @@ def scan_kernel(
                 next_step = token_steps(at_tile + 1, cached, PAGE_SIZE, BLOCK_N)
                 count += scan_tokens(
                     *(at_tile, step, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
-                    *(NARROW, INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
+                    *(INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
                 )
                 step = next_step
                 at_tile += 1
@@ -244,7 +229,7 @@ def scan_kernel(
                 next_step = token_steps(i + 1, cached, PAGE_SIZE, BLOCK_N)
                 count += scan_tokens(
                     *(i, step, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
-                    *(NARROW, INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
+                    *(INTERPRET, BLOCK_C, BLOCK_H, BLOCK_N),
                 )
                 step = next_step
     first, last = tile * TILE_PAGES, tl.minimum(end * TILE_PAGES, num_visible)
@@ -303,27 +288,6 @@ def list_pages(
         tl.store(pages_ptr + slot + before, page, mask=keep > 0)
         slot += tl.sum(keep, 0)
         first += BLOCK_PAGES
-
-
-@triton.jit
-def fetch(ptr, num_bytes):
-    """Asks for this much memory, whole multiples of 16 bytes, to be brought into the L2."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b32 t;
-        mov.u32 t, %tid.x;
-        setp.eq.u32 p, t, 0;
-        setp.gt.and.s32 p, $2, 0, p;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r",
-        [ptr.to(tl.int64), num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -407,7 +371,6 @@ def scan_tokens(
     PAGE_SIZE: tl.constexpr,
     EXACT: tl.constexpr,
     WHOLE: tl.constexpr,
-    NARROW: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -425,13 +388,13 @@ def scan_tokens(
         mask = offs_n < num_full * PAGE_SIZE - tile * BLOCK_N
         x = tl.load(x_ptrs, mask=mask[:, None] & (offs_c < C)[None, :], other=0)
     sums, slack, least = query
-    total = token_sums(x, sums, BITS, NARROW, INTERPRET)
+    total = token_sums(x, sums, BITS, INTERPRET)
     if EXACT:
         total += slack[None, :]
     # negative where a score is no lower than the threshold: one fused operation, whose sign counts
     left = (least[None, :] - total * step.to(tl.float32)[:, None]).to(tl.int32, bitcast=True)
     above = tl.reshape(left, [BLOCK_N // PAGE_SIZE, PAGE_SIZE * BLOCK_H])
-    if INTERPRET:
+    if INTERPRET:  # noqa: SIM108
         above = tl.min(above, 1)
     else:
         above = tl.reduce(above, 1, either)

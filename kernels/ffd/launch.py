@@ -21,10 +21,9 @@ from sparse_eval.kernels.sparse_decode.launch import (
 from sparse_eval.kernels.thumbnail import Residual, Thumbnail
 from sparse_eval.kernels.thumbnail.launch import form_of, pack_triton, tile_of
 
-NARROW = True
 MAX_PROGRAMS = 1024
 LONG_SHARE = 16  # tiles of 64 tokens that pay for a program of one warp
-TILE, TILE_BYTES = 128, 32 * 1024  # of an attention tile, at most: tokens, bytes of K or of V
+TILE_BYTES = 8 * 1024  # of K or of V, of an attention tile
 
 
 def ffd_select_triton(
@@ -46,7 +45,6 @@ def ffd_select_triton(
     num_blocks: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
-    ahead: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in api.ffd_select, which checks them.
 
@@ -57,7 +55,6 @@ def ffd_select_triton(
     (rows, heads, d), kv_heads = q.shape, t.codes.shape[1]
     plan = plan_of(t, rows * kv_heads, q.device)
     block_n, num_warps = block_n or plan.block_n, num_warps or plan.num_warps
-    tile_pages = block_n // t.page_size
     num_blocks = num_blocks or blocks_of(t, rows * kv_heads, q.device, block_n)
     forced = (sink_pages + local_pages) * t.page_size
     table = None if block_table is None else block_table.expand(rows, -1).contiguous()
@@ -81,12 +78,10 @@ def ffd_select_triton(
             *q.stride(),
             *batch_strides(k, table),
             kv_heads if len(t.codes) > 1 else 0,
-            ahead or 0,
             **form,
             BLOCK_SIZE=1 if table is None else k.shape[2],
             EXACT=pseudo_max == "exact",
             WHOLE=t.num_tokens % block_n == 0 and form["C"] == form["BLOCK_C"],
-            NARROW=NARROW,
             INTERPRET=INTERPRETED,
             PDL=pdl,
             CHAINED=pdl and chained,
@@ -99,6 +94,7 @@ def ffd_select_triton(
             BLOCK_PAGES=1024 if INTERPRETED else 128,
             num_warps=num_warps,
             num_stages=num_stages or 3,
+            maxnreg=plan.registers,
             enable_fp_fusion=True,
         )
     return pages, counts
@@ -166,29 +162,33 @@ def blocks_of(t: Thumbnail, lists: int, device: torch.device, block_n: int | Non
 
 @dataclass(frozen=True)
 class Plan:
-    """block_n: tokens of a tile; num_blocks: programs per list."""
+    """block_n: tokens of a tile; num_blocks: programs per list; registers: of a thread at most, so
+    that as many programs as are meant to fit on a multiprocessor."""
 
     block_n: int
     num_warps: int
     num_blocks: int
+    registers: int | None = None
 
 
 def plan_of(thumbnail: Thumbnail, lists: int, device: torch.device) -> Plan:
     """Tiles of the scan by shape, measured on one H200 (docs/performance.md).
 
     Many programs of one warp, which wait for nobody, where each has work enough to pay for its own
-    pseudo-max; else fewer of four. Rule channel prepares the query for every page of a tile."""
+    pseudo-max, as many as a multiprocessor has registers for; else fewer of four. Rule channel
+    prepares the query for every page of a tile."""
     size, sms = thumbnail.page_size, multiprocessors(device)
     if INTERPRETED:  # it pays per tile
         return Plan(max(size, 256 if thumbnail.rule == "token" else 4 * size), 4, 2)
     if thumbnail.rule == "channel":
         tile, warps, per_sm = 8 * size, 2, 8
     elif lists * thumbnail.num_tokens >= 64 * LONG_SHARE * 12 * sms and size <= 64:
-        tile, warps, per_sm = 64, 1, 12
+        tile, warps, per_sm = 128, 1, 12 if size <= 32 else 8  # 64: more registers
     else:
         tile, warps, per_sm = 256, 4, 4
     num_blocks = max(1, min(triton.cdiv(per_sm * sms, lists), MAX_PROGRAMS))
-    return Plan(max(size, min(tile, 256)), warps, num_blocks)
+    registers = 65536 // (32 * per_sm) // 8 * 8 if warps == 1 else None
+    return Plan(max(size, min(tile, 256)), warps, num_blocks, registers)
 
 
 def lists_decode_triton(
@@ -210,7 +210,6 @@ def lists_decode_triton(
     num_programs: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
-    block_e_merge: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in api.lists_decode and residual_decode, which check them."""
     t = thumbnail if residual is not None else None
@@ -218,7 +217,8 @@ def lists_decode_triton(
     lists, group_size = rows * kv_heads, heads // kv_heads
     table = None if block_table is None else block_table.expand(rows, -1).contiguous()
     token_bytes = triton.next_power_of_2(max(d, e)) * q.element_size()
-    block_t = block_t or max(16, min(TILE, TILE_BYTES // token_bytes))
+    plan = attend_plan_of(page_size, lists, token_bytes, t is not None, q.device)
+    block_t = block_t or plan.block_t
     if t is None:
         form = {"D": d, "C": 1, "BITS": 2, "PAGE_SIZE": page_size, "CHANNEL": False, "BLOCK_C": 1}
         block_d = max(16, triton.next_power_of_2(d))
@@ -229,7 +229,9 @@ def lists_decode_triton(
         block_d = max(32, triton.next_power_of_2(d))
         if t.rule == "channel":
             block_t = min(block_t, page_size)
-    num_programs = num_programs or programs_of(q.device)
+    num_programs = num_programs or plan.num_programs
+    # Few heads: a program of the merge takes few channels, so that there are enough of them.
+    block_e = 32 if rows * heads < 64 else min(128, max(16, triton.next_power_of_2(e)))
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=q.device)
@@ -270,11 +272,11 @@ def lists_decode_triton(
             BLOCK_T=block_t,
             BLOCK_D=block_d,
             BLOCK_E=max(16, triton.next_power_of_2(e)),
-            num_warps=num_warps or 4,
-            num_stages=num_stages or 2,
+            num_warps=num_warps or plan.num_warps,
+            num_stages=num_stages or plan.num_stages,
             enable_fp_fusion=True,
         )
-        merge_pieces_kernel[(rows * heads, triton.cdiv(e, block_e_merge or 32))](
+        merge_pieces_kernel[(rows * heads, triton.cdiv(e, block_e))](
             *(acc, m, l, counts, out, lse, num_programs, lists, pages.shape[2], group_size),
             *(page_size, block_t),
             E=e,
@@ -282,7 +284,7 @@ def lists_decode_triton(
             launch_pdl=pdl,
             BLOCK_L=block_l,
             BLOCK_P=64 if INTERPRETED else merged_at_once(num_programs, lists),
-            BLOCK_E=block_e_merge or 32,
+            BLOCK_E=block_e,
             enable_fp_fusion=True,
         )
     return out.to(q.dtype), lse
@@ -293,6 +295,28 @@ def merged_at_once(num_programs: int, lists: int) -> int:
     return max(32, min(256, triton.next_power_of_2(2 * triton.cdiv(num_programs, lists))))
 
 
-def programs_of(device: torch.device) -> int:
-    """Programs that share the tiles of all lists: two per multiprocessor, at one go."""
-    return 3 if INTERPRETED else 2 * multiprocessors(device)
+@dataclass(frozen=True)
+class AttendPlan:
+    """block_t: tokens of a tile; num_stages: one more than tiles in flight; num_programs: in all."""
+
+    block_t: int
+    num_warps: int
+    num_stages: int
+    num_programs: int
+
+
+def attend_plan_of(
+    page_size: int, lists: int, token_bytes: int, is_refined: bool, device: torch.device
+) -> AttendPlan:
+    """Tiles of the attention by shape, measured on one H200 (docs/performance.md). token_bytes: of
+    K or of V. As many programs as run at one go: early ones spread evenly then."""
+    sms = multiprocessors(device)
+    if INTERPRETED:
+        return AttendPlan(max(16, min(128, 8 * TILE_BYTES // token_bytes)), 4, 2, 3)
+    if token_bytes > 256:
+        return AttendPlan(max(16, 2 * TILE_BYTES // token_bytes), 4, 3, 2 * sms)
+    if page_size % 32:
+        return AttendPlan(64, 4, 3, 2 * sms)
+    if lists >= 8:
+        return AttendPlan(32, 2, 3, 4 * sms)
+    return AttendPlan(32, 4, 3, (3 if is_refined else 2) * sms)

@@ -403,8 +403,8 @@ def either_half(x):
 
 @triton.jit
 def add_stacked(acc, alpha, p, v):
-    """add_weighted of p [8, T] to alpha · acc in one product: rows 0 to 7 of acc [16, E] take the high
-    pieces of p and rows 8 to 15 the low ones. The sum of both halves is what is meant."""
+    """add_weighted of p [8, T] to alpha · acc in one product: rows 0 to 7 of acc [16, E] take the
+    high pieces of p and rows 8 to 15 the low ones. The sum of both halves is what is meant."""
     BLOCK_T: tl.constexpr = p.shape[1]
     twice = tl.reshape(tl.broadcast_to(p[None, :, :], [2, 8, BLOCK_T]), [16, BLOCK_T])
     alpha = tl.reshape(tl.broadcast_to(alpha[None, :], [2, 8]), [16])

@@ -71,46 +71,21 @@ def code_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.constex
 
 
 @triton.jit
-def shifted_plane(
-    x, PLANE: tl.constexpr, BITS: tl.constexpr, NARROW: tl.constexpr, INTERPRET: tl.constexpr
-):
-    """Codes number PLANE of each byte as int8, less half their range, in a byte's highest bits: one
-    mask, and a shift that the multiplier can do. NARROW: of 2 bits, the even planes as they are and a
-    quarter as heavy, so that one shift serves two planes."""
-    TOP: tl.constexpr = ((not NARROW) or (BITS == 4)) or (PLANE % 2 == 1)
-    UP: tl.constexpr = (4 if PLANE < 2 else 0) if NARROW and BITS == 2 else 8 - BITS - PLANE * BITS
+def upper_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.constexpr):
+    """Codes number PLANE of each byte as int8, in its upper half: one mask, after one shift for all
+    planes of the lower half. Odd planes (and all of 4 bits) lie at a byte's top, whose first bit is
+    a sign: half their range is taken off. Even planes of 2 bits lie below, a quarter as heavy."""
     if INTERPRET:
-        high = x.to(tl.int32) << UP
-        if TOP:
-            high = (high & (256 - (1 << (8 - BITS)))) ^ 128
+        high = x.to(tl.int32) << (4 if PLANE * BITS < 4 else 0)
+        if BITS == 4:
+            high = (high & 0xF0) ^ 128
+        elif PLANE % 2 == 1:
+            high = (high & 0xC0) ^ 128
         else:
             high = high & 0x30
         code = high.to(tl.int8)
-    elif not TOP:
-        if UP == 0:
-            code = tl.inline_asm_elementwise(
-                "and.b32 $0, $1, 0x30303030;", "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4
-            )
-        else:
-            code = tl.inline_asm_elementwise(
-                "{.reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0x30303030;}",
-                "=r,r",
-                [x],
-                dtype=tl.int8,
-                is_pure=True,
-                pack=4,
-            )
     elif BITS == 4:
-        if UP == 0:
-            code = tl.inline_asm_elementwise(
-                "lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;",
-                "=r,r",
-                [x],
-                dtype=tl.int8,
-                is_pure=True,
-                pack=4,
-            )
-        else:
+        if PLANE == 0:
             code = tl.inline_asm_elementwise(
                 "{.reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xF0F0F0F0, 0x80808080, 0x6A;}",
                 "=r,r",
@@ -119,25 +94,25 @@ def shifted_plane(
                 is_pure=True,
                 pack=4,
             )
-    elif UP == 0:
+        else:
+            code = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;",
+                "=r,r",
+                [x],
+                dtype=tl.int8,
+                is_pure=True,
+                pack=4,
+            )
+    elif PLANE == 0:
         code = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0xC0C0C0C0, 0x80808080, 0x6A;",
+            "{.reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0x30303030;}",
             "=r,r",
             [x],
             dtype=tl.int8,
             is_pure=True,
             pack=4,
         )
-    elif UP == 2:
-        code = tl.inline_asm_elementwise(
-            "{.reg .b32 t; shl.b32 t, $1, 2; lop3.b32 $0, t, 0xC0C0C0C0, 0x80808080, 0x6A;}",
-            "=r,r",
-            [x],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
-    elif UP == 4:
+    elif PLANE == 1:
         code = tl.inline_asm_elementwise(
             "{.reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xC0C0C0C0, 0x80808080, 0x6A;}",
             "=r,r",
@@ -146,9 +121,13 @@ def shifted_plane(
             is_pure=True,
             pack=4,
         )
+    elif PLANE == 2:
+        code = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x30303030;", "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4
+        )
     else:
         code = tl.inline_asm_elementwise(
-            "{.reg .b32 t; shl.b32 t, $1, 6; lop3.b32 $0, t, 0xC0C0C0C0, 0x80808080, 0x6A;}",
+            "lop3.b32 $0, $1, 0xC0C0C0C0, 0x80808080, 0x6A;",
             "=r,r",
             [x],
             dtype=tl.int8,
@@ -277,47 +256,41 @@ def score_keys(
 
 
 @triton.jit
-def sum_query(planes, BITS: tl.constexpr, NARROW: tl.constexpr):
-    """The query [C, heads] as token_sums takes it: (high bytes, low bytes, what their sums start at,
-    unit), where a score over its key's step is unit · sum. Integers as in integer_planes; of planes
-    four times as heavy as others a quarter is rounded."""
+def sum_query(planes, BITS: tl.constexpr):
+    """The query [C, heads] as token_sums takes it: (high bytes, low bytes, what their sums start
+    at, unit), where a score over its key's step is unit · sum. Integers as in integer_planes, but
+    of 13 bits where codes of 2 bits weigh four times as much."""
     exponent = planes_max(planes, BITS, 0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 15), 254)
     unit = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
     inverse = ((267 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
-    quarter = inverse * (0.25 if NARROW and BITS == 2 else 1.0)
+    h0, l0, sum0 = split_bytes(planes[0] * inverse)
     if BITS == 2:
-        h0, l0, sum0 = split_bytes(planes[0] * inverse)
-        h1, l1, sum1 = split_bytes(planes[1] * quarter)
+        h1, l1, sum1 = split_bytes(planes[1] * (inverse * 0.25))
         h2, l2, sum2 = split_bytes(planes[2] * inverse)
-        h3, l3, sum3 = split_bytes(planes[3] * quarter)
+        h3, l3, sum3 = split_bytes(planes[3] * (inverse * 0.25))
         high = (h0, h1, h2, h3)
         low = (l0, l1, l2, l3)
-        # a level is a code less 1.5: of 64 times a code less 2, and of 16 times a code, these are left
-        if NARROW:
-            offset = tl.sum((sum1 + sum3) * 32 - (sum0 + sum2) * 24, 0)
-        else:
-            offset = tl.sum(sum0 + sum1 + sum2 + sum3, 0) * 32
+        # A level is its code less 1.5: of 64 · (code - 2) and of 16 · code this is left.
+        offset = tl.sum((sum1 + sum3) * 32 - (sum0 + sum2) * 24, 0)
     else:
-        h0, l0, sum0 = split_bytes(planes[0] * inverse)
         h1, l1, sum1 = split_bytes(planes[1] * inverse)
         high = (h0, h1)  # type: ignore[assignment]
         low = (l0, l1)  # type: ignore[assignment]
-        offset = tl.sum(sum0 + sum1, 0) * 8
-    WEIGHT: tl.constexpr = 16 if NARROW or BITS == 4 else 64
+        offset = tl.sum(sum0 + sum1, 0) * 8  # a level is its code less 7.5, not 8
     first_high, first_low = (offset >> 8) + ROUND_BITS, (offset & 255) + ROUND_BITS
-    return high, low, first_high, first_low, unit * (1.0 / WEIGHT)
+    return high, low, first_high, first_low, unit * (1.0 / 16)
 
 
 @triton.jit
-def token_sums(x, query, BITS: tl.constexpr, NARROW: tl.constexpr, INTERPRET: tl.constexpr):
+def token_sums(x, query, BITS: tl.constexpr, INTERPRET: tl.constexpr):
     """Σ integer · level of each key of x [N, C] and head, in the units of sum_query: float32
     [N, heads]. Sums of products start at ROUND's bits and so are floats as they are."""
     high, low, first_high, first_low, _ = query
     h = tl.zeros([x.shape[0], high[0].shape[1]], tl.int32) + first_high[None, :]
     l = tl.zeros([x.shape[0], high[0].shape[1]], tl.int32) + first_low[None, :]  # noqa: E741
     for i in tl.static_range(8 // BITS):
-        code = shifted_plane(x, i, BITS, NARROW, INTERPRET)
+        code = upper_plane(x, i, BITS, INTERPRET)
         h = byte_dot(code, high[i], h, INTERPRET)
         l = byte_dot(code, low[i], l, INTERPRET)  # noqa: E741
     if high[0].shape[0] * (8 // BITS) <= 128:
@@ -332,8 +305,8 @@ def token_sums(x, query, BITS: tl.constexpr, NARROW: tl.constexpr, INTERPRET: tl
 
 @triton.jit
 def sum_threshold(threshold, unit):
-    """A score's threshold in units of token_sums times step, a little lower: a score at the threshold
-    is kept, and the difference is to be negative there."""
+    """A score's threshold in units of token_sums times step, a little lower: a score at the
+    threshold is kept, and the difference is to be negative there."""
     is_zero = unit == 0.0
     least = threshold / tl.where(is_zero, 1.0, unit)
     least = tl.where(least < float("inf"), least - (tl.abs(least) * 1.2e-7 + 1e-37), least)
@@ -469,12 +442,11 @@ def pack_kernel(
     WRITE_CODES: tl.constexpr,  # False: codes and steps stand, the residual is written
     FRESH: tl.constexpr,  # only pages that a row's newest token has filled
     PDL: tl.constexpr,
-    CHAINED: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
     """Grid (B, G, pages): one page, or each row's newest full page where lengths are given."""
-    pdl_wait(CHAINED)
+    pdl_wait(PDL)
     pdl_launch(PDL)  # from here on q, k and lengths stand for whoever starts early
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)

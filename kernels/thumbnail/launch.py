@@ -13,8 +13,6 @@ from sparse_eval.kernels.sparse_decode.launch import can_overlap_launches
 from sparse_eval.kernels.thumbnail.format import Residual, Thumbnail, unit_of
 from sparse_eval.kernels.thumbnail.kernel import pack_kernel, score_kernel
 
-EARLY = True
-
 
 def pack_triton(
     thumbnail: Thumbnail,
@@ -51,8 +49,7 @@ def pack_triton(
             WRITE_CODES=write_codes,
             FRESH=fresh,
             PDL=pdl,
-            CHAINED=pdl and EARLY,
-            launch_pdl=pdl and EARLY,
+            launch_pdl=pdl,
             BLOCK_TOKENS=triton.next_power_of_2(t.page_size),
             num_warps=4,
             enable_fp_fusion=True,
