@@ -315,8 +315,13 @@ def attend_plan_of(
         return AttendPlan(max(16, min(128, 8 * TILE_BYTES // token_bytes)), 4, 2, 3)
     if token_bytes > 256:
         return AttendPlan(max(16, 2 * TILE_BYTES // token_bytes), 4, 3, 2 * sms)
+    is_busy = lists >= 8
     if page_size % 32:
-        return AttendPlan(64, 4, 3, 2 * sms)
-    if lists >= 8:
+        return (
+            AttendPlan(32, 4, 3, 3 * sms)
+            if is_busy and not is_refined
+            else AttendPlan(64, 4, 3, 2 * sms)
+        )
+    if is_busy:
         return AttendPlan(32, 2, 3, 4 * sms)
     return AttendPlan(32, 4, 3, (3 if is_refined else 2) * sms)
