@@ -6,6 +6,7 @@ Source of the method: Faster Flash Decoding, a write-up of 2-bit key thumbnails 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from sparse_eval.kernels.thumbnail.reference import per_token
 
 PSEUDO_MAX = ("thumbnail", "exact")
 MIN_TILE = 16
-"""Tokens that a matrix product over a tile takes at least; under rule channel a tile is one page's."""
+"""Tokens that a product over a tile takes at least; under rule channel a tile is one page's."""
 
 
 def ffd_select(
@@ -47,7 +48,6 @@ def ffd_select(
     backend: str,
     pseudo_max: str = "thumbnail",
     block_table: Tensor | None = None,
-    chained: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The forced pages and every full page with a token within delta of the pseudo-max.
 
@@ -58,18 +58,11 @@ def ffd_select(
     pseudo_max: "thumbnail", from thumbnail scores of full pages (no such page: all is read); or
     "exact", from the keys k (read for it alone), each token's score raised by its error bound:
     then every token whose exact score is within delta of the exact maximum is read.
-    chained: the kernel launched just before is extend_thumbnail's.
     Returns pages [B, G, P] int32, ascending, -1 = empty, P pages of capacity, counts [B, G] int32.
     Waits for nothing. Raises ValueError on wrong arguments.
     """
-    check_query(q, thumbnail, scale)
-    check_keys(k, thumbnail)
+    check_select(q, k, thumbnail, lengths, scale, backend)
     check_rule(delta, sink_pages, local_pages, pseudo_max)
-    if lengths.dtype != torch.int32 or lengths.shape != q.shape[:1]:
-        raise ValueError(
-            f"lengths must be int32 [{len(q)}], got {lengths.dtype} {list(lengths.shape)}"
-        )
-    check_thumbnail_backend(backend, q, thumbnail.page_size)
     if backend == "triton":
         from sparse_eval.kernels.ffd.launch import ffd_select_triton
 
@@ -81,7 +74,6 @@ def ffd_select(
             scale=scale,
             pseudo_max=pseudo_max,
             block_table=block_table,
-            chained=chained,
         )
     score = thumbnail_scores(q, thumbnail, scale)
     slack = exact = None
@@ -118,7 +110,6 @@ def lists_decode(
     scale: float,
     backend: str,
     block_table: Tensor | None = None,
-    chained: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """sparse_decode for lists of very different lengths: pages [B, G, K], counts [B, G].
 
@@ -144,7 +135,6 @@ def lists_decode(
         page_size=page_size,
         scale=scale,
         block_table=block_table,
-        chained=chained,
     )
 
 
@@ -162,7 +152,6 @@ def residual_decode(
     scale: float,
     backend: str,
     block_table: Tensor | None = None,
-    chained: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """sparse_decode with k_quant + k_res in place of the keys of full pages.
 
@@ -171,18 +160,9 @@ def residual_decode(
     check_query(q, thumbnail, scale)
     check_keys(k, thumbnail)
     check_thumbnail_backend(backend, q, thumbnail.page_size)
-    if backend == "triton" and thumbnail.rule == "channel" and thumbnail.page_size < MIN_TILE:
-        raise ValueError(
-            f"backend 'triton' attends by residual under rule channel with pages of {MIN_TILE} "
-            f"tokens or more, got {thumbnail.page_size}; use backend 'torch'"
-        )
+    check_residual(thumbnail, residual, backend)
     if pages.dim() != 3 or pages.shape[1] != k.shape[1]:
         raise ValueError(f"pages must be [B, {k.shape[1]}, K], got {list(pages.shape)}")
-    if residual.codes.shape != (*thumbnail.codes.shape[:3], thumbnail.head_dim):
-        raise ValueError(
-            f"residual must be of the thumbnail's {list(thumbnail.codes.shape[:3])} tokens, got "
-            f"{list(residual.codes.shape)}"
-        )
     page_size = thumbnail.page_size
     check_tensors(q, k, v, pages, counts, starts, lengths, block_table)
     check_numbers(k, page_size, scale, paged=block_table is not None)
@@ -194,7 +174,6 @@ def residual_decode(
             page_size=page_size,
             scale=scale,
             block_table=block_table,
-            chained=chained,
         )
     if block_table is not None:
         k, v = gather_blocks(k, block_table), gather_blocks(v, block_table)
@@ -231,42 +210,63 @@ def ffd_step(
     ffd_select and residual_decode. Returns out [B, H, E], lse [B, H], pages [B, G, P], counts
     [B, G]. Nothing depends on a live length but values: a CUDA graph that holds a step stays right
     while lengths, q, k and v change in place."""
-    extend_thumbnail(
-        *(thumbnail, k, starts, lengths),
-        residual=residual,
-        block_table=block_table,
-        fresh=True,
-        backend=backend,
-    )
-    pages, counts = ffd_select(
-        *(q, k, thumbnail, starts, lengths),
-        delta=delta,
-        sink_pages=sink_pages,
-        local_pages=local_pages,
-        scale=scale,
-        backend=backend,
-        pseudo_max=pseudo_max,
-        block_table=block_table,
-        chained=True,
-    )
+    check_select(q, k, thumbnail, lengths, scale, backend)
+    check_rule(delta, sink_pages, local_pages, pseudo_max)
+    check_tensors(q, k, v, None, None, starts, lengths, block_table)
+    check_numbers(k, thumbnail.page_size, scale, paged=block_table is not None)
+    check_backend(backend, q, v)
+    if residual is not None:
+        check_residual(thumbnail, residual, backend)
+    rule: dict[str, Any] = {
+        "delta": delta,
+        "sink_pages": sink_pages,
+        "local_pages": local_pages,
+        "pseudo_max": pseudo_max,
+    }
+    if backend == "triton":
+        from sparse_eval.kernels.ffd.launch import ffd_step_triton
+
+        return ffd_step_triton(
+            *(q, k, v, thumbnail, residual, starts, lengths),
+            **rule,
+            scale=scale,
+            block_table=block_table,
+        )
+    where: dict[str, Any] = {"block_table": block_table, "backend": backend}
+    extend_thumbnail(thumbnail, k, starts, lengths, residual=residual, fresh=True, **where)
+    where["scale"] = scale
+    pages, counts = ffd_select(q, k, thumbnail, starts, lengths, **rule, **where)
+    lists = (pages, counts, starts, lengths)
     if residual is None:
-        out, lse = lists_decode(
-            *(q, k, v, pages, counts, starts, lengths),
-            page_size=thumbnail.page_size,
-            scale=scale,
-            backend=backend,
-            block_table=block_table,
-            chained=True,
-        )
+        out, lse = lists_decode(q, k, v, *lists, page_size=thumbnail.page_size, **where)
     else:
-        out, lse = residual_decode(
-            *(q, k, v, thumbnail, residual, pages, counts, starts, lengths),
-            scale=scale,
-            backend=backend,
-            block_table=block_table,
-            chained=True,
-        )
+        out, lse = residual_decode(q, k, v, thumbnail, residual, *lists, **where)
     return out, lse, pages, counts
+
+
+def check_select(
+    q: Tensor, k: Tensor, thumbnail: Thumbnail, lengths: Tensor, scale: float, backend: str
+) -> None:
+    check_query(q, thumbnail, scale)
+    check_keys(k, thumbnail)
+    if lengths.dtype != torch.int32 or lengths.shape != q.shape[:1]:
+        raise ValueError(
+            f"lengths must be int32 [{len(q)}], got {lengths.dtype} {list(lengths.shape)}"
+        )
+    check_thumbnail_backend(backend, q, thumbnail.page_size)
+
+
+def check_residual(thumbnail: Thumbnail, residual: Residual, backend: str) -> None:
+    if backend == "triton" and thumbnail.rule == "channel" and thumbnail.page_size < MIN_TILE:
+        raise ValueError(
+            f"backend 'triton' attends by residual under rule channel with pages of {MIN_TILE} "
+            f"tokens or more, got {thumbnail.page_size}; use backend 'torch'"
+        )
+    if residual.codes.shape != (*thumbnail.codes.shape[:3], thumbnail.head_dim):
+        raise ValueError(
+            f"residual must be of the thumbnail's {list(thumbnail.codes.shape[:3])} tokens, got "
+            f"{list(residual.codes.shape)}"
+        )
 
 
 def check_rule(delta: float, sink_pages: int, local_pages: int, pseudo_max: str) -> None:

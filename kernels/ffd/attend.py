@@ -14,11 +14,14 @@ import triton.language as tl
 
 from sparse_eval.kernels.sparse_decode.kernel import (
     LOG2E,
+    add_stacked,
     add_weighted,
+    attend_loaded,
     attend_tile,
     log_sum,
     pdl_launch,
     pdl_wait,
+    place_of,
 )
 from sparse_eval.kernels.thumbnail.kernel import (
     byte_dot,
@@ -32,18 +35,13 @@ SIZES = ["num_tokens", "num_pages", "num_slots", "num_lists", "kv_heads", "group
 
 
 @triton.jit
-def tiles_of(
-    counts_ptr,
-    num_lists,
-    num_slots,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):
-    """Tiles of each list, [BLOCK_L]."""
+def tiles_of(counts_ptr, num_lists, num_slots, page_size, tile_tokens, BLOCK_L: tl.constexpr):
+    """Tiles and pages of each list, [BLOCK_L]."""
     lists = tl.arange(0, BLOCK_L)
-    counts = tl.load(counts_ptr + lists, mask=lists < num_lists, other=0)
-    return (tl.minimum(counts, num_slots) * PAGE_SIZE + BLOCK_T - 1) // BLOCK_T
+    # not from the L1, which may hold what an earlier kernel wrote there
+    counts = tl.load(counts_ptr + lists, mask=lists < num_lists, other=0, cache_modifier=".cg")
+    counts = tl.minimum(counts, num_slots)
+    return (counts * page_size + tile_tokens - 1) // tile_tokens, counts
 
 
 @triton.jit
@@ -96,7 +94,9 @@ def attend_lists_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHANNEL: tl.constexpr,
+    WHOLE: tl.constexpr,  # every tile lies in one page, and in one block of the pool
     P_UNIT: tl.constexpr,
+    STACKED: tl.constexpr,  # a group of eight heads or fewer, twice: add_stacked
     INTERPRET: tl.constexpr,
     PDL: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -108,16 +108,21 @@ def attend_lists_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """Grid (programs,). Stores m = max s, l = Σ exp(s - m), acc = Σ exp(s - m)·v per piece."""
-    pdl_launch(PDL)
     program = tl.program_id(0)
     offs_m = tl.arange(0, BLOCK_M)
     offs_c = tl.arange(0, BLOCK_C)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
+    ROWS: tl.constexpr = 8 if STACKED else BLOCK_M
+    if STACKED:
+        offs_m = offs_m % 8
     mask_m = offs_m < group_size
+    offs_r = tl.arange(0, ROWS)
+    mask_r = offs_r < group_size
 
     pdl_wait(CHAINED)
-    tiles = tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE, BLOCK_T, BLOCK_L)
+    pdl_launch(PDL)  # the lists stand: the merge reads their counts before it waits
+    tiles, counts = tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE, BLOCK_T, BLOCK_L)
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
     workers = tl.minimum(tl.num_programs(0), total)  # so that each has a tile, or there is none
@@ -135,7 +140,7 @@ def attend_lists_kernel(
         if starts_ptr is not None:
             start = tl.load(starts_ptr + row)
         length = tl.minimum(tl.load(lengths_ptr + row), num_tokens - start)
-        count = tl.minimum(tl.load(counts_ptr + list_id), num_slots)
+        count = tl.sum(tl.where(is_this, counts, 0), 0)
         row_pages = pages_ptr + list_id.to(tl.int64) * num_slots
         k_head = k_ptr + kv_head * stride_kg
         v_head = v_ptr + kv_head * stride_vg
@@ -148,8 +153,8 @@ def attend_lists_kernel(
         whole = q.to(tl.float32)  # [BLOCK_M, BLOCK_D]
         if INTERPRET:  # its bfloat16 arithmetic is wrong
             q = whole
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.full([BLOCK_M], 0.0, tl.float32)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.full([ROWS], 0.0, tl.float32)
         acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
         keys = (k_head, v_head, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
         parts = (None, 0, mask_m)
@@ -161,22 +166,48 @@ def attend_lists_kernel(
                 length,
                 count,
             )
+            tile = at - list_start
+            # A tile's place is found while the tile before it is read: ids are loads themselves.
+            if WHOLE:
+                place, block = place_of(tile, lists, PAGE_SIZE, BLOCK_SIZE, True, BLOCK_T)
+            else:
+                place = positions(tile, row_pages, count, PAGE_SIZE, BLOCK_T, False)
+                block = 0
             if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
-                tile = at - list_start
                 while tile < until - list_start:
-                    m, l, acc = attend_tile(
-                        *(tile, 0, 0, m, l, acc, q, scale, lists, keys, parts, D, E, PAGE_SIZE),
-                        *(BLOCK_SIZE, False, 1, P_UNIT, INTERPRET),
-                        *(BLOCK_T, BLOCK_D, BLOCK_E),
-                    )
+                    if WHOLE:
+                        m, l, acc = attend_tile(
+                            *(tile, place, block, m, l, acc, q, scale, lists, keys, parts, D, E),
+                            *(PAGE_SIZE, BLOCK_SIZE, True, 1, P_UNIT, STACKED, INTERPRET),
+                            *(BLOCK_T, BLOCK_D, BLOCK_E),
+                        )
+                        place, block = place_of(
+                            *(tile + 1, lists, PAGE_SIZE, BLOCK_SIZE, True, BLOCK_T)
+                        )
+                    else:
+                        m, l, acc = exact_tile(
+                            *(place, m, l, acc, q, scale, lists, keys, parts, D, E, BLOCK_SIZE),
+                            *(P_UNIT, STACKED, INTERPRET, BLOCK_D, BLOCK_E),
+                        )
+                        place = positions(tile + 1, row_pages, count, PAGE_SIZE, BLOCK_T, False)
                     tile += 1
             else:
-                for i in tl.range(at - list_start, until - list_start):
-                    m, l, acc = attend_tile(
-                        *(i, 0, 0, m, l, acc, q, scale, lists, keys, parts, D, E, PAGE_SIZE),
-                        *(BLOCK_SIZE, False, 1, P_UNIT, INTERPRET),
-                        *(BLOCK_T, BLOCK_D, BLOCK_E),
-                    )
+                for i in tl.range(tile, until - list_start):
+                    if WHOLE:
+                        m, l, acc = attend_tile(
+                            *(i, place, block, m, l, acc, q, scale, lists, keys, parts, D, E),
+                            *(PAGE_SIZE, BLOCK_SIZE, True, 1, P_UNIT, STACKED, INTERPRET),
+                            *(BLOCK_T, BLOCK_D, BLOCK_E),
+                        )
+                        place, block = place_of(
+                            *(i + 1, lists, PAGE_SIZE, BLOCK_SIZE, True, BLOCK_T)
+                        )
+                    else:
+                        m, l, acc = exact_tile(
+                            *(place, m, l, acc, q, scale, lists, keys, parts, D, E, BLOCK_SIZE),
+                            *(P_UNIT, STACKED, INTERPRET, BLOCK_D, BLOCK_E),
+                        )
+                        place = positions(i + 1, row_pages, count, PAGE_SIZE, BLOCK_T, False)
         else:
             packed = tl.minimum(length // PAGE_SIZE, num_pages) * PAGE_SIZE  # tokens
             cache = row * codes_batch + kv_head
@@ -189,6 +220,21 @@ def attend_lists_kernel(
             )  # [BLOCK_M, BLOCK_C]
             integers = integer_planes(planes, BITS, 1)
             high, low, _ = split_bytes(whole / integers[2][:, None])
+            if STACKED:
+                is_high = tl.arange(0, BLOCK_M)[:, None] < 8
+                high = tl.where(is_high, high, low)
+                stack0 = tl.where(is_high, integers[0][0], integers[1][0])
+                stack1 = tl.where(is_high, integers[0][1], integers[1][1])
+                if BITS == 2:
+                    stack2 = tl.where(is_high, integers[0][2], integers[1][2])
+                    stack3 = tl.where(is_high, integers[0][3], integers[1][3])
+                    stacked = (stack0, stack1, stack2, stack3)
+                else:
+                    stacked = (stack0, stack1)  # type: ignore[assignment]
+                # unit and sum of each head: rows 8 to 15 are rows 0 to 7
+                unit_H = tl.max(tl.reshape(integers[2], [2, 8]), 0)
+                sum_H = tl.max(tl.reshape(integers[3], [2, 8]), 0)
+                integers = (stacked, stacked, unit_H, sum_H)
             query = (planes, whole, integers, high, low, scale, unit)
             lists = (
                 row_pages,
@@ -198,24 +244,32 @@ def attend_lists_kernel(
                 count,
             )
             cached = (codes, steps, residuals, v_head, stride_vb, stride_vn, stride_ve)
-            position = positions(at - list_start, row_pages, count, PAGE_SIZE, BLOCK_T)
-            step = steps_at(position, steps, packed, CHANNEL)
+            tile = at - list_start
+            place = positions(tile, row_pages, count, PAGE_SIZE, BLOCK_T, WHOLE)
+            step = steps_at(place, steps, packed, CHANNEL, BLOCK_T)
             if INTERPRET:
-                tile = at - list_start
                 while tile < until - list_start:
-                    m, l, acc, step = residual_tile(
-                        *(tile, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
-                        *(BLOCK_SIZE, CHANNEL, P_UNIT, INTERPRET),
-                        *(BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
-                    )
                     tile += 1
-            else:
-                for i in tl.range(at - list_start, until - list_start):
-                    m, l, acc, step = residual_tile(
-                        *(i, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
-                        *(BLOCK_SIZE, CHANNEL, P_UNIT, INTERPRET),
+                    next_place = positions(tile, row_pages, count, PAGE_SIZE, BLOCK_T, WHOLE)
+                    next_step = steps_at(next_place, steps, packed, CHANNEL, BLOCK_T)
+                    m, l, acc = residual_tile(
+                        *(place, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
+                        *(BLOCK_SIZE, CHANNEL, WHOLE, P_UNIT, STACKED, INTERPRET),
                         *(BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
                     )
+                    step = next_step
+                    place = next_place
+            else:
+                for i in tl.range(tile, until - list_start):
+                    next_place = positions(i + 1, row_pages, count, PAGE_SIZE, BLOCK_T, WHOLE)
+                    next_step = steps_at(next_place, steps, packed, CHANNEL, BLOCK_T)
+                    m, l, acc = residual_tile(
+                        *(place, m, l, acc, step, query, lists, cached, D, E, C, BITS, PAGE_SIZE),
+                        *(BLOCK_SIZE, CHANNEL, WHOLE, P_UNIT, STACKED, INTERPRET),
+                        *(BLOCK_T, BLOCK_C, BLOCK_D, BLOCK_E),
+                    )
+                    step = next_step
+                    place = next_place
             # The partial page, if the list ends here and with it, as a cache of its own.
             last = tl.load(row_pages + count - 1, mask=count > 0, other=-1)
             is_read = (until == list_end) & (last * PAGE_SIZE == packed)
@@ -231,48 +285,111 @@ def attend_lists_kernel(
             while tile < end:
                 m, l, acc = attend_tile(
                     *(tile, 0, 0, m, l, acc, q, scale, rest, keys, parts, D, E, PAGE_SIZE),
-                    *(BLOCK_SIZE, False, 1, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                    *(BLOCK_SIZE, False, 1, P_UNIT, STACKED, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
                 )
                 tile += 1
-        piece = (program + list_id).to(tl.int64) * group_size + offs_m
-        tl.store(m_ptr + piece, m, mask=mask_m)
-        tl.store(l_ptr + piece, l, mask=mask_m)
+        piece = (program + list_id).to(tl.int64) * group_size + offs_r
+        tl.store(m_ptr + piece, m, mask=mask_r)
+        tl.store(l_ptr + piece, l, mask=mask_r)
+        if STACKED:
+            acc = tl.sum(tl.reshape(acc, [2, 8, BLOCK_E]), 0)
         acc_ptrs = acc_ptr + piece[:, None] * E + offs_e
-        tl.store(acc_ptrs, acc / P_UNIT, mask=mask_m[:, None] & (offs_e < E))
+        tl.store(acc_ptrs, acc / P_UNIT, mask=mask_r[:, None] & (offs_e < E))
         at = until
         list_id += 1
 
 
 @triton.jit
-def positions(tile, pages_ptr, count, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Positions in the row of a tile's tokens; negative in empty slots."""
-    first = tile * BLOCK_T
-    offs_t = tl.arange(0, BLOCK_T)
-    if PAGE_SIZE % BLOCK_T == 0:  # one page a tile: a scalar, which needs no pipeline stage
-        slot = first // PAGE_SIZE
-        page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
-        position = page * PAGE_SIZE + first % PAGE_SIZE + offs_t
+def exact_tile(
+    position,  # [BLOCK_T] in the row; negative where nothing is read
+    m,
+    l,
+    acc,
+    q,
+    scale,
+    lists,
+    keys,
+    parts,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    P_UNIT: tl.constexpr,
+    STACKED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The running softmax (m, l, acc) after the tokens at these positions."""
+    _, table_ptr, start, length, _ = lists
+    k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve = keys
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_e = tl.arange(0, BLOCK_E)
+    read = (position >= 0) & (position < length)
+    token = start + position
+    if table_ptr is None:
+        offs_k = token.to(tl.int64) * stride_kn
+        offs_v = token.to(tl.int64) * stride_vn
     else:
-        slot = (first + offs_t) // PAGE_SIZE
-        page = tl.load(pages_ptr + slot, mask=slot < count, other=-1)
-        position = page * PAGE_SIZE + (first + offs_t) % PAGE_SIZE
+        block = tl.load(table_ptr + token // BLOCK_SIZE, mask=read, other=0).to(tl.int64)
+        token = token % BLOCK_SIZE
+        offs_k = block * stride_kb + token.to(tl.int64) * stride_kn
+        offs_v = block * stride_vb + token.to(tl.int64) * stride_vn
+    k = tl.load(
+        k_ptr + offs_k[:, None] + offs_d * stride_kd,
+        mask=read[:, None] & (offs_d < D),
+        other=0.0,
+    )  # [BLOCK_T, BLOCK_D]
+    v = tl.load(
+        v_ptr + offs_v[:, None] + offs_e * stride_ve,
+        mask=read[:, None] & (offs_e < E),
+        other=0.0,
+    )  # [BLOCK_T, BLOCK_E]
+    return attend_loaded(0, m, l, acc, q, k, v, read, scale, parts, 1, P_UNIT, STACKED, INTERPRET)
+
+
+@triton.jit
+def positions(
+    tile,
+    pages_ptr,
+    count,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """Positions in the row of a tile's tokens, or of the FIRST of them where a tile lies in one
+    page; negative in empty slots."""
+    first = tile * BLOCK_T
+    if FIRST:
+        page = tl.load(pages_ptr + first // PAGE_SIZE, mask=first // PAGE_SIZE < count, other=-1)
+        position = page * PAGE_SIZE + first % PAGE_SIZE
+    else:
+        token = first + tl.arange(0, BLOCK_T)
+        page = tl.load(pages_ptr + token // PAGE_SIZE, mask=token // PAGE_SIZE < count, other=-1)
+        position = page * PAGE_SIZE + token % PAGE_SIZE
     return position
 
 
 @triton.jit
-def steps_at(position, step_ptr, packed, CHANNEL: tl.constexpr):
-    """Rule token: the steps of these tokens, in float32. Loaded a tile ahead: the pipeline holds
+def steps_at(place, step_ptr, packed, CHANNEL: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Rule token: the steps of a tile's tokens, in float32. Loaded a tile ahead: the pipeline holds
     only what enters a product."""
-    step = tl.zeros(position.shape, tl.float32)
+    step = tl.zeros([BLOCK_T], tl.float32)
     if not CHANNEL:
-        is_packed = (position >= 0) & (position < packed)
-        step += tl.load(step_ptr + position.to(tl.int64), mask=is_packed, other=0.0).to(tl.float32)
+        if len(place.shape) == 0:
+            step_ptr += place.to(tl.int64)
+            offs = tl.arange(0, BLOCK_T)
+            ptrs = step_ptr + offs
+            is_packed = (place + offs >= 0) & (place + offs < packed)
+        else:
+            ptrs = step_ptr + place.to(tl.int64)
+            is_packed = (place >= 0) & (place < packed)
+        step += tl.load(ptrs, mask=is_packed, other=0.0).to(tl.float32)
     return step
 
 
 @triton.jit
 def residual_tile(
-    tile,
+    place,  # position in the row of each token, or of a WHOLE tile's first; negative: not read
     m,
     l,
     acc,
@@ -287,48 +404,55 @@ def residual_tile(
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHANNEL: tl.constexpr,
+    WHOLE: tl.constexpr,
     P_UNIT: tl.constexpr,
+    STACKED: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The running softmax (m, l, acc) after BLOCK_T more tokens of the list, and the next tile's
-    steps."""
+    """The running softmax (m, l, acc) after the tokens at these positions, by refined keys."""
     planes, whole, integers, high, low, scale, unit = query
-    pages_ptr, table_ptr, start, packed, count = lists
+    _, table_ptr, start, packed, _ = lists
     codes_ptr, step_ptr, residual_ptr, v_ptr, stride_vb, stride_vn, stride_ve = cached
     offs_c = tl.arange(0, BLOCK_C)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
-    position = positions(tile, pages_ptr, count, PAGE_SIZE, BLOCK_T)
-    read = (position >= 0) & (position < packed)
-    at = position.to(tl.int64)
-    x = tl.load(
-        codes_ptr + at[:, None] * C + offs_c, mask=read[:, None] & (offs_c < C), other=0
-    )  # [BLOCK_T, BLOCK_C]
-    r = tl.load(
-        residual_ptr + at[:, None] * D + offs_d, mask=read[:, None] & (offs_d < D), other=0
-    )  # [BLOCK_T, BLOCK_D]
-    token = start + position
-    if table_ptr is None:
-        block = token * 0
+    offs_t = tl.arange(0, BLOCK_T)
+    if WHOLE:  # the one wide number: lanes add narrow offsets
+        read = (place + offs_t >= 0) & (place + offs_t < packed)
+        first = tl.maximum(place, 0)
+        x_ptrs = codes_ptr + first.to(tl.int64) * C + (offs_t[:, None] * C + offs_c)
+        r_ptrs = residual_ptr + first.to(tl.int64) * D + (offs_t[:, None] * D + offs_d)
+        token = start + first
     else:
-        block = tl.load(table_ptr + token // BLOCK_SIZE, mask=read, other=0)
-        token = token % BLOCK_SIZE
-    place = block.to(tl.int64) * stride_vb + token.to(tl.int64) * stride_vn
-    v = tl.load(
-        v_ptr + place[:, None] + offs_e * stride_ve,
-        mask=read[:, None] & (offs_e < E),
-        other=0.0,
-    )  # [BLOCK_T, BLOCK_E]
+        read = (place >= 0) & (place < packed)
+        x_ptrs = codes_ptr + place.to(tl.int64)[:, None] * C + offs_c
+        r_ptrs = residual_ptr + place.to(tl.int64)[:, None] * D + offs_d
+        token = start + place
+    x = tl.load(x_ptrs, mask=read[:, None] & (offs_c < C), other=0)  # [BLOCK_T, BLOCK_C]
+    r = tl.load(r_ptrs, mask=read[:, None] & (offs_d < D), other=0)  # [BLOCK_T, BLOCK_D]
+    if table_ptr is not None:
+        is_any = (place >= 0) & (place < packed)
+        block = tl.load(table_ptr + token // BLOCK_SIZE, mask=is_any, other=0)
+        at = block.to(tl.int64) * stride_vb + (token % BLOCK_SIZE).to(tl.int64) * stride_vn
+    else:
+        at = token.to(tl.int64) * stride_vn
+    if WHOLE:
+        v_ptrs = v_ptr + at + ((offs_t.to(tl.int64) * stride_vn)[:, None] + offs_e * stride_ve)
+    else:
+        v_ptrs = v_ptr + at[:, None] + offs_e * stride_ve
+    # [BLOCK_T, BLOCK_E]
+    v = tl.load(v_ptrs, mask=read[:, None] & (offs_e < E), other=0.0)
     if INTERPRET:
         v = v.to(tl.float32)
-    ahead = positions(tile + 1, pages_ptr, count, PAGE_SIZE, BLOCK_T)
-    next_step = steps_at(ahead, step_ptr, packed, CHANNEL)
     if CHANNEL:
-        page = tl.maximum(tl.max(position, 0), 0) // PAGE_SIZE  # the tile's one page
+        if WHOLE:
+            page = tl.maximum(place, 0) // PAGE_SIZE
+        else:  # the tile's one page
+            page = tl.maximum(tl.max(place, 0), 0) // PAGE_SIZE
         page_steps = step_ptr + page.to(tl.int64) * D
         s = load_planes(page_steps, 1, D, C, BITS, offs_c[None, :], (offs_c < C)[None, :])
         if BITS == 2:
@@ -341,11 +465,15 @@ def residual_tile(
         step = tl.full([BLOCK_T], 1.0, tl.float32)
 
     plane_high, plane_low, q_unit, total = integers
-    codes = transposed_products(x, plane_high, plane_low, BITS, INTERPRET)
     signed = signed_bytes(r, INTERPRET)
     zero = tl.zeros([whole.shape[0], BLOCK_T], tl.int32)
-    fine = byte_dot(high, tl.trans(signed), zero, INTERPRET) * 256
-    fine += byte_dot(low, tl.trans(signed), zero, INTERPRET)
+    if STACKED:
+        codes = stacked_products(x, plane_high, BITS, INTERPRET)
+        fine = both_halves(byte_dot(high, tl.trans(signed), zero, INTERPRET))
+    else:
+        codes = transposed_products(x, plane_high, plane_low, BITS, INTERPRET)
+        fine = byte_dot(high, tl.trans(signed), zero, INTERPRET) * 256
+        fine += byte_dot(low, tl.trans(signed), zero, INTERPRET)
     s = codes.to(tl.float32) + fine.to(tl.float32) * unit
     s += (total * (0.5 - (1 << (BITS - 1)) + 0.5 * unit))[:, None]
     s = s * (q_unit * scale)[:, None] * step[None, :]
@@ -356,8 +484,11 @@ def residual_tile(
     p = tl.exp2((s - base[:, None]) * LOG2E)
     alpha = tl.exp2((m - base) * LOG2E)
     l = l * alpha + tl.sum(p, 1)
-    acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
-    return m_new, l, acc, next_step
+    if STACKED:
+        acc = add_stacked(acc, alpha, p * P_UNIT, v)
+    else:
+        acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
+    return m_new, l, acc
 
 
 @triton.jit
@@ -377,6 +508,23 @@ def transposed_products(x, high, low, BITS: tl.constexpr, INTERPRET: tl.constexp
 
 
 @triton.jit
+def stacked_products(x, bytes_, BITS: tl.constexpr, INTERPRET: tl.constexpr):
+    """transposed_products where rows 0 to 7 hold the high bytes and rows 8 to 15 the low ones:
+    [8, T]."""
+    z = tl.zeros([16, x.shape[0]], tl.int32)
+    for i in tl.static_range(8 // BITS):
+        z = byte_dot(bytes_[i], tl.trans(code_plane(x, i, BITS, INTERPRET)), z, INTERPRET)
+    return both_halves(z)
+
+
+@triton.jit
+def both_halves(z):
+    """256 · rows 0 to 7 of z [16, T] plus rows 8 to 15."""
+    weight = tl.where(tl.arange(0, 16)[:, None] < 8, 256, 1)
+    return tl.sum(tl.reshape(z * weight, [2, 8, z.shape[1]]), 0)
+
+
+@triton.jit
 def signed_bytes(r, INTERPRET: tl.constexpr):
     """r - 128 of uint8 as int8."""
     if INTERPRET:
@@ -388,7 +536,10 @@ def signed_bytes(r, INTERPRET: tl.constexpr):
     return signed
 
 
-@triton.jit(do_not_specialize=["num_programs", "num_lists", "num_slots", "group_size"])
+MERGE = ["num_programs", "num_lists", "num_slots", "group_size", "page_size", "tile_tokens"]
+
+
+@triton.jit(do_not_specialize=MERGE)
 def merge_pieces_kernel(
     acc_ptr,  # [num_programs + num_lists, group_size, E]
     m_ptr,  # [num_programs + num_lists, group_size]
@@ -400,10 +551,10 @@ def merge_pieces_kernel(
     num_lists,
     num_slots,
     group_size,
+    page_size,
+    tile_tokens,  # of attend_lists_kernel
     E: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK_T: tl.constexpr,  # of attend_lists_kernel
     BLOCK_L: tl.constexpr,
     BLOCK_P: tl.constexpr,  # pieces a step takes
     BLOCK_E: tl.constexpr,
@@ -413,9 +564,8 @@ def merge_pieces_kernel(
     list_id = tl.program_id(0) // group_size
     offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     mask_e = offs_e < E
-    # the counts were written before the kernel that this one waits for began its work
-    pdl_wait(PDL)
-    tiles = tiles_of(counts_ptr, num_lists, num_slots, PAGE_SIZE, BLOCK_T, BLOCK_L)
+    # the counts stand since the kernel that this one waits for let it start
+    tiles, _ = tiles_of(counts_ptr, num_lists, num_slots, page_size, tile_tokens, BLOCK_L)
     lists = tl.arange(0, BLOCK_L)
     total = tl.maximum(tl.sum(tiles, 0), 1).to(tl.int64)
     start = tl.sum(tl.where(lists < list_id, tiles, 0), 0)
@@ -430,6 +580,7 @@ def merge_pieces_kernel(
     m = float("-inf")
     l = 0.0
     acc = tl.zeros([BLOCK_E], tl.float32)
+    pdl_wait(PDL)
     while piece < end:
         offs_p = piece + tl.arange(0, BLOCK_P)
         mask_p = offs_p < end

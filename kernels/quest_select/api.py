@@ -45,11 +45,12 @@ def quest_select(
     """The pages each KV head reads: the forced ones and those with the best bound.
 
     q: [B, H, D]. mid, half: [B or 1, G, P, D], the middle and half-width of each full page's key
-    box; P pages of capacity; in 8 bits (int8 and uint8) with scales [B or 1, G, P, 2] float32, by which
-    each page's mid and half are multiplied. k, starts, lengths, block_table as in sparse_decode; k is read only
-    with `update`, which first writes the metadata of a page that has just filled. budget: tokens;
-    a row of no more is read whole, others read budget // page_size pages. group: a page's score is
-    the max or the sum over its group's heads of scale · (q·mid + |q|·half).
+    box; P pages of capacity; in 8 bits (int8 and uint8) with scales [B or 1, G, P, 2] float32, by
+    which each page's mid and half are multiplied. k, starts, lengths, block_table as in
+    sparse_decode; k is read only with `update`, which first writes the metadata of a page that has
+    just filled. budget: tokens; a row of no more is read whole, others read budget // page_size
+    pages. group: a page's score is the max or the sum over its group's heads of
+    scale · (q·mid + |q|·half).
     Returns pages [B, G, W] int32, ascending, -1 = empty, W = min(⌈budget / page_size⌉, P), and
     counts [B, G] int32. Waits for nothing. Raises ValueError on wrong arguments.
     """

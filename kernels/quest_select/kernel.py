@@ -15,7 +15,6 @@ from sparse_eval.kernels.sparse_decode.kernel import (
     pdl_launch,
     pdl_wait,
     signal,
-    wait_for,
 )
 
 INT_MIN = tl.constexpr(-(2**31))
@@ -469,7 +468,7 @@ def nearest(x, dtype: tl.constexpr):
 
 @triton.jit
 def round_up(x, dtype: tl.constexpr):
-    """The smallest number of dtype that is >= x (float64, >= 0): the next larger bits, if need be."""
+    """The smallest number of dtype that is >= x (float64, >= 0): the next larger bits, if so."""
     y = nearest(x.to(tl.float32), dtype)
     if dtype == tl.float32:
         above = (y.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)

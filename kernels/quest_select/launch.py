@@ -68,7 +68,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """block_p: pages per tile; num_programs: at most, None = one a tile; num_stages: tiles in flight."""
+    """block_p: pages per tile; num_programs: at most, None = one a tile; num_stages: in flight."""
 
     block_p: int
     num_programs: int | None
@@ -198,5 +198,3 @@ def update_metadata_triton(
 def batch_strides(k: Tensor, block_table: Tensor | None) -> tuple[int, ...]:
     """Strides of k; 0 over a batch of one cache that all rows read."""
     return (k.stride(0) if block_table is not None or len(k) > 1 else 0, *k.stride()[1:])
-
-

@@ -199,5 +199,5 @@ def attend_forced(
     lowest, block = place_of(tile, everything, PAGE_SIZE, BLOCK_SIZE, True, BLOCK_T)
     return attend_tile(
         *(tile, lowest, block, m, l, acc, q, scale, everything, cache, parts, D, E, PAGE_SIZE),
-        *(BLOCK_SIZE, True, 1, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+        *(BLOCK_SIZE, True, 1, P_UNIT, False, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
     )

@@ -193,7 +193,7 @@ def attend_split(
         while tile < end:
             m, l, acc = attend_tile(
                 *(tile, lowest, block, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE),
-                *(BLOCK_SIZE, WHOLE, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                *(BLOCK_SIZE, WHOLE, PART, P_UNIT, False, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
             tile += 1
             lowest, block = place_of(tile, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
@@ -201,7 +201,7 @@ def attend_split(
         for i in tl.range(tile, end):
             m, l, acc = attend_tile(
                 *(i, lowest, block, m, l, acc, q, scale, lists, cache, parts, D, E, PAGE_SIZE),
-                *(BLOCK_SIZE, WHOLE, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+                *(BLOCK_SIZE, WHOLE, PART, P_UNIT, False, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
             )
             lowest, block = place_of(i + 1, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
     return m, l, acc
@@ -267,6 +267,7 @@ def attend_tile(
     WHOLE: tl.constexpr,
     PART: tl.constexpr,
     P_UNIT: tl.constexpr,
+    STACKED: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -295,14 +296,40 @@ def attend_tile(
     # [BLOCK_T, BLOCK_D] and [BLOCK_T, BLOCK_E]
     k = tl.load(k_ptr + offs_k, mask=read[:, None] & (offs_d < D), other=0.0)
     v = tl.load(v_ptr + offs_v, mask=read[:, None] & (offs_e < E), other=0.0)
+    return attend_loaded(
+        tile, m, l, acc, q, k, v, read, scale, parts, PART, P_UNIT, STACKED, INTERPRET
+    )
+
+
+@triton.jit
+def attend_loaded(
+    tile,
+    m,
+    l,
+    acc,
+    q,
+    k,
+    v,
+    read,
+    scale,
+    parts,
+    PART: tl.constexpr,
+    P_UNIT: tl.constexpr,
+    STACKED: tl.constexpr,  # rows 8 to 15 are rows 0 to 7 once more
+    INTERPRET: tl.constexpr,
+):
+    """The running softmax after these keys and values [BLOCK_T, ..], where they are read."""
     if INTERPRET:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if STACKED:
+        s = either_half(s)
     s = tl.where(read, s, float("-inf"))  # [BLOCK_M, BLOCK_T]
 
     part_ptr, num_parts, mask_m = parts
     if part_ptr is not None:
+        BLOCK_T: tl.constexpr = read.shape[0]
         offs_part = tile * (BLOCK_T // PART) + tl.arange(0, BLOCK_T // PART)
         mask_part = mask_m[:, None] & (offs_part < num_parts)
         tl.store(part_ptr + offs_part, lse_of_parts(s, PART), mask=mask_part)
@@ -311,11 +338,14 @@ def attend_tile(
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2((s - base[:, None]) * LOG2E)
     alpha = tl.exp2((m - base) * LOG2E)
-    if len(l.shape) == 2:
+    if len(l.shape) == 2:  # noqa: SIM108
         l = l * alpha[:, None] + p
     else:
         l = l * alpha + tl.sum(p, 1)
-    acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
+    if STACKED:
+        acc = add_stacked(acc, alpha, p * P_UNIT, v)
+    else:
+        acc = add_weighted(acc * alpha[:, None], p * P_UNIT, v)
     return m_new, l, acc
 
 
@@ -378,6 +408,25 @@ def add_weighted(acc, p, v):
         low = (p - high.to(tl.float32)).to(v.dtype)
         acc = tl.dot(low, v, tl.dot(high, v, acc))
     return acc
+
+
+@triton.jit
+def either_half(x):
+    """Rows 0 to 7 of x [16, ..], whose rows 8 to 15 are the same."""
+    return tl.max(tl.reshape(x, [2, 8, x.shape[1]]), 0)
+
+
+@triton.jit
+def add_stacked(acc, alpha, p, v):
+    """add_weighted of p [8, T] to alpha · acc in one product: rows 0 to 7 of acc [16, E] take the
+    high pieces of p and rows 8 to 15 the low ones. The sum of both halves is what is meant."""
+    BLOCK_T: tl.constexpr = p.shape[1]
+    twice = tl.reshape(tl.broadcast_to(p[None, :, :], [2, 8, BLOCK_T]), [16, BLOCK_T])
+    alpha = tl.reshape(tl.broadcast_to(alpha[None, :], [2, 8]), [16])
+    high = twice.to(v.dtype)
+    low = (twice - high.to(tl.float32)).to(v.dtype)
+    is_high = tl.arange(0, 16)[:, None] < 8
+    return tl.dot(tl.where(is_high, high, low), v, acc * alpha[:, None])
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import triton.language as tl
 from sparse_eval.kernels.quest_select.kernel import round_up
 from sparse_eval.kernels.sparse_decode.kernel import locate, pdl_launch, pdl_wait
 
-
 # Added to a small float, it leaves the nearest integer in the low bits: 1.5 · 2^23.
 ROUND = tl.constexpr(12582912.0)
 ROUND_BITS = tl.constexpr(0x4B400000)
@@ -61,6 +60,73 @@ def code_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.constex
     else:
         code = tl.inline_asm_elementwise(
             "{.reg .b32 t; shr.u32 t, $1, 6; and.b32 $0, t, 0x03030303;}",
+            "=r,r",
+            [x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return code
+
+
+@triton.jit
+def upper_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.constexpr):
+    """Codes number PLANE of each byte as int8, in its upper half: one mask, after one shift for all
+    planes of the lower half. Odd planes (and all of 4 bits) lie at a byte's top, whose first bit is
+    a sign: half their range is taken off. Even planes of 2 bits lie below, a quarter as heavy."""
+    if INTERPRET:
+        high = x.to(tl.int32) << (4 if PLANE * BITS < 4 else 0)
+        if BITS == 4:
+            high = (high & 0xF0) ^ 128
+        elif PLANE % 2 == 1:
+            high = (high & 0xC0) ^ 128
+        else:
+            high = high & 0x30
+        code = high.to(tl.int8)
+    elif BITS == 4:
+        if PLANE == 0:
+            code = tl.inline_asm_elementwise(
+                "{.reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xF0F0F0F0, 0x80808080, 0x6A;}",
+                "=r,r",
+                [x],
+                dtype=tl.int8,
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            code = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;",
+                "=r,r",
+                [x],
+                dtype=tl.int8,
+                is_pure=True,
+                pack=4,
+            )
+    elif PLANE == 0:
+        code = tl.inline_asm_elementwise(
+            "{.reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0x30303030;}",
+            "=r,r",
+            [x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    elif PLANE == 1:
+        code = tl.inline_asm_elementwise(
+            "{.reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xC0C0C0C0, 0x80808080, 0x6A;}",
+            "=r,r",
+            [x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    elif PLANE == 2:
+        code = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x30303030;", "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        code = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0xC0C0C0C0, 0x80808080, 0x6A;",
             "=r,r",
             [x],
             dtype=tl.int8,
@@ -194,6 +260,65 @@ def score_keys(
 
 
 @triton.jit
+def sum_query(planes, BITS: tl.constexpr):
+    """The query [C, heads] as token_sums takes it: (high bytes, low bytes, what their sums start
+    at, unit), where a score over its key's step is unit · sum. Integers as in integer_planes, but
+    of 13 bits where codes of 2 bits weigh four times as much."""
+    exponent = planes_max(planes, BITS, 0).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 15), 254)
+    unit = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+    inverse = ((267 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
+    h0, l0, sum0 = split_bytes(planes[0] * inverse)
+    if BITS == 2:
+        h1, l1, sum1 = split_bytes(planes[1] * (inverse * 0.25))
+        h2, l2, sum2 = split_bytes(planes[2] * inverse)
+        h3, l3, sum3 = split_bytes(planes[3] * (inverse * 0.25))
+        high = (h0, h1, h2, h3)
+        low = (l0, l1, l2, l3)
+        # A level is its code less 1.5: of 64 · (code - 2) and of 16 · code this is left.
+        offset = tl.sum((sum1 + sum3) * 32 - (sum0 + sum2) * 24, 0)
+    else:
+        h1, l1, sum1 = split_bytes(planes[1] * inverse)
+        high = (h0, h1)  # type: ignore[assignment]
+        low = (l0, l1)  # type: ignore[assignment]
+        offset = tl.sum(sum0 + sum1, 0) * 8  # a level is its code less 7.5, not 8
+    first_high, first_low = (offset >> 8) + ROUND_BITS, (offset & 255) + ROUND_BITS
+    return high, low, first_high, first_low, unit * (1.0 / 16)
+
+
+@triton.jit
+def token_sums(x, query, BITS: tl.constexpr, INTERPRET: tl.constexpr):
+    """Σ integer · level of each key of x [N, C] and head, in the units of sum_query: float32
+    [N, heads]. Sums of products start at ROUND's bits and so are floats as they are."""
+    high, low, first_high, first_low, _ = query
+    h = tl.zeros([x.shape[0], high[0].shape[1]], tl.int32) + first_high[None, :]
+    l = tl.zeros([x.shape[0], high[0].shape[1]], tl.int32) + first_low[None, :]  # noqa: E741
+    for i in tl.static_range(8 // BITS):
+        code = upper_plane(x, i, BITS, INTERPRET)
+        h = byte_dot(code, high[i], h, INTERPRET)
+        l = byte_dot(code, low[i], l, INTERPRET)  # noqa: E741
+    if high[0].shape[0] * (8 // BITS) <= 128:
+        wide_h = h.to(tl.float32, bitcast=True)
+        wide_l = l.to(tl.float32, bitcast=True)
+    else:  # a sum could leave the range in which bits are a float's
+        wide_h = (h - ROUND_BITS).to(tl.float32) + ROUND
+        wide_l = (l - ROUND_BITS).to(tl.float32) + ROUND
+    total = wide_h * 256.0 + (-257.0 * ROUND)
+    return total + wide_l
+
+
+@triton.jit
+def sum_threshold(threshold, unit):
+    """A score's threshold in units of token_sums times step, a little lower: a score at the
+    threshold is kept, and the difference is to be negative there."""
+    is_zero = unit == 0.0
+    least = threshold / tl.where(is_zero, 1.0, unit)
+    least = tl.where(least < float("inf"), least - (tl.abs(least) * 1.2e-7 + 1e-37), least)
+    least = tl.where(is_zero & (threshold <= 0.0), float("-inf"), least)
+    return tl.where(is_zero & (threshold > 0.0), float("inf"), least)
+
+
+@triton.jit
 def page_integers(planes, step_ptr, C: tl.constexpr, BITS: tl.constexpr, offs_c, mask_c):
     """Rule channel: the query's planes times a page's steps, as integers."""
     s = load_planes(step_ptr, 1, 0, C, BITS, offs_c[:, None], mask_c[:, None])
@@ -291,7 +416,7 @@ def score_kernel(
     tl.store(out_ptr + offs_n[:, None], s, mask=mask_n[:, None] & mask_h[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_page", "codes_batch"])
+@triton.jit(do_not_specialize=["num_tokens", "first_page", "num_cleared", "codes_batch"])
 def pack_kernel(
     k_ptr,  # [batch or block, G, token, D]
     starts_ptr,  # [B], None = 0
@@ -300,10 +425,12 @@ def pack_kernel(
     codes_ptr,  # [B or 1, G, num_tokens, C]
     step_ptr,  # [B or 1, G, num_tokens] or [B or 1, G, pages, D]
     residual_ptr,  # [B or 1, G, num_tokens, D], None
+    cleared_ptr,  # [B, G, num_cleared] int32, to be set to 0; None = nothing is
     coverage,  # of the largest magnitude, over 2^(BITS - 1)
     unit,
     num_tokens,
     first_page,
+    num_cleared,
     stride_tb,
     stride_kb,
     stride_kg,
@@ -323,10 +450,18 @@ def pack_kernel(
     BLOCK_TOKENS: tl.constexpr,
 ):
     """Grid (B, G, pages): one page, or each row's newest full page where lengths are given."""
-    pdl_launch(PDL)
+    pdl_wait(PDL)
+    pdl_launch(PDL)  # from here on q, k and lengths stand for whoever starts early
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     page = tl.program_id(2) + first_page
+    if cleared_ptr is not None:
+        cleared_ptr += (row * tl.num_programs(1) + kv_head) * num_cleared
+        at = 0
+        while at < num_cleared:
+            offs = at + tl.arange(0, 256)
+            tl.store(cleared_ptr + offs, 0, mask=offs < num_cleared)
+            at += 256
     length = num_tokens
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + row)

@@ -25,19 +25,22 @@ def pack_triton(
     num_pages: int = 1,
     write_codes: bool = True,
     fresh: bool = False,
+    cleared: Tensor | None = None,
 ) -> None:
     """Packs each row's newest full page (fresh: where its newest token filled it), or without
-    lengths the first num_pages of every cache."""
+    lengths the first num_pages of every cache. cleared: int32 [B, G, ..], set to 0 on the way."""
     t = thumbnail
     assert t.codes.is_contiguous() and t.step.is_contiguous()
     assert residual is None or residual.codes.is_contiguous()
     rows = len(t.codes) if lengths is None else len(lengths)
     is_shared = block_table is None and len(k) == 1
+    pdl = can_overlap_launches(k.device)
     with torch.cuda.device_of(k):
         pack_kernel[(rows, k.shape[1], num_pages)](
             *(k, starts, lengths, None if block_table is None else block_table.contiguous()),
-            *(t.codes, t.step, None if residual is None else residual.codes),
+            *(t.codes, t.step, None if residual is None else residual.codes, cleared),
             *(t.coverage / 2 ** (t.bits - 1), unit_of(t), t.num_tokens, 0),
+            0 if cleared is None else cleared.shape[2],
             0 if block_table is None or len(block_table) == 1 else block_table.shape[1],
             *(0 if is_shared else k.stride(0), *k.stride()[1:]),
             t.codes.shape[1] if len(t.codes) > 1 else 0,
@@ -45,7 +48,8 @@ def pack_triton(
             BLOCK_SIZE=1 if block_table is None else k.shape[2],
             WRITE_CODES=write_codes,
             FRESH=fresh,
-            PDL=can_overlap_launches(k.device),
+            PDL=pdl,
+            launch_pdl=pdl,
             BLOCK_TOKENS=triton.next_power_of_2(t.page_size),
             num_warps=4,
             enable_fp_fusion=True,
