@@ -314,6 +314,46 @@ def test_a_step_over_a_shuffled_pool_equals_the_contiguous_one_bit_for_bit(devic
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("where", ["a cache", "rows that start later", "a pool"])
+def test_a_step_reads_each_forced_page_once_whatever_holds_it(where, device):
+    from sparse_eval.kernels.quest_select.launch import ScorePlan
+    from sparse_eval.kernels.quest_step.launch import StepPlan, quest_step_triton
+    from sparse_eval.kernels.sparse_decode.launch import Plan
+
+    starts = [3, 20] if where == "rows that start later" else None
+    call = make_call(
+        device, [180, 97], dtype=torch.bfloat16, integers=False, tokens=224, starts=starts
+    )
+    quest = policy(sink_pages=2)
+    state = quest.init(call)
+    k, v, table = call.k_BGND, call.v_BGNE, None
+    if where == "a pool":
+        order = torch.randperm(28, generator=torch.Generator().manual_seed(0)).to(device)
+        table = order.int().reshape(2, 14)
+        k, v = (torch.empty_like(x).reshape(28, 2, 16, 24) for x in (k, v))
+        for pool, x in ((k, call.k_BGND), (v, call.v_BGNE)):
+            pool[order] = x.unflatten(2, (14, 16)).transpose(1, 2).flatten(0, 1)
+    pages, counts = select(call, quest, state, 96, backend="torch")
+    want, want_lse = sparse_decode(
+        *(call.q_BHD, call.k_BGND, call.v_BGNE, pages, counts, call.starts_B, call.lengths_B),
+        page_size=16,
+        scale=call.scale,
+        backend="torch",
+    )
+    for splits in (1, 3, 8):
+        out, lse, got, _ = quest_step_triton(
+            *(call.q_BHD, k, v, state.center_BGPD, state.spread_BGPD),
+            *(call.starts_B, call.lengths_B),
+            **rule_of(quest, call, 96),
+            block_table=table,
+            workspace=None,
+            plan=StepPlan(ScorePlan(64, None, 4, 2), Plan(16, 4, 2), splits, chooses=False),
+        )
+        assert torch.equal(got, pages)
+        torch.testing.assert_close(out.float(), want.float(), rtol=0, atol=2e-2)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("metadata_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("chooses", [True, False])

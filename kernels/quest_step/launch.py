@@ -155,6 +155,9 @@ def step_plan_of(
 ) -> StepPlan:
     """By shape, measured on one H200 (docs/performance.md). capacity: tokens a list may read.
 
+    One score program a multiprocessor leaves room for exactly two of attention beside it, so these
+    are spread evenly and wait there from the start; where there is much to score, two.
+
     Where every split chooses, a launch and a wait are saved; many splits that choose among many
     pages cost more than that."""
     attend = plan_of(lists, page_size, token_bytes, is_sparse=True)
@@ -165,7 +168,7 @@ def step_plan_of(
         attend=attend,
         num_splits=splits_of(
             *(lists, triton.cdiv(capacity, attend.block_t), device),
-            programs=3 if chooses else 2,
+            programs=(3 if page_size >= 64 else 4) if chooses else 2,
         ),
         chooses=chooses,
     )
