@@ -69,7 +69,7 @@ def policy_sources(policy: type) -> list[str]:
 @lru_cache(maxsize=256)
 def policy_modules(source: str) -> frozenset[str]:
     """Names of the modules of policies/ that a source imports."""
-    names = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
