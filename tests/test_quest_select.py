@@ -315,7 +315,7 @@ def test_a_step_over_a_shuffled_pool_equals_the_contiguous_one_bit_for_bit(devic
 
 
 @pytest.mark.parametrize("where", ["a cache", "rows that start later", "a pool"])
-def test_a_step_reads_each_forced_page_once_whatever_holds_it(where, device):
+def test_a_step_whose_tiles_are_pages_reads_each_once_whatever_holds_it(where, device):
     from sparse_eval.kernels.quest_select.launch import ScorePlan
     from sparse_eval.kernels.quest_step.launch import StepPlan, quest_step_triton
     from sparse_eval.kernels.sparse_decode.launch import Plan

@@ -9,15 +9,12 @@ being scored. Words in memory, one set per list, say how far it is.
 import triton
 import triton.language as tl
 
-from sparse_eval.kernels.quest_select.kernel import choose_pages, count_of, forced_of
+from sparse_eval.kernels.quest_select.kernel import choose_pages, count_of
 from sparse_eval.kernels.sparse_decode.kernel import (
     attend_split,
-    attend_tile,
     load_queries,
-    new_state,
     pdl_launch,
     pdl_wait,
-    place_of,
     store_split,
     wait_for,
 )
@@ -80,7 +77,6 @@ def step_attend_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WHOLE: tl.constexpr,
-    FORCED: tl.constexpr,  # read the forced pages before the others are known
     CHOOSE: tl.constexpr,  # every split chooses its list's pages; else another kernel does
     P_UNIT: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -121,32 +117,7 @@ def step_attend_kernel(
     cache = (k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
     parts = (None, 0, mask_m)
     extent = tl.minimum(length, num_tokens - start)  # of what is read
-    m, l, acc = new_state(BLOCK_M, BLOCK_T, BLOCK_E)
-    first = 0
     num_tiles = (count * PAGE_SIZE + BLOCK_T - 1) // BLOCK_T
-    if FORCED:
-        # Tiles of the whole cache that need no score: they fill the time in which scores are made.
-        num_visible, num_sinks, first_local = forced_of(length, rule, PAGE_SIZE)
-        per_page = PAGE_SIZE // BLOCK_T
-        num_forced = (num_sinks + num_visible - first_local) * per_page
-        forced = (num_sinks * per_page, (first_local - num_sinks) * per_page)
-        everything = (None, table_ptr, start, extent, 0)
-        if INTERPRET:
-            i = split
-            while i < num_forced:
-                m, l, acc = attend_forced(
-                    *(i, forced, m, l, acc, q, scale, everything, cache, parts, D, E, PAGE_SIZE),
-                    *(BLOCK_SIZE, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
-                )
-                i += num_splits
-        else:
-            for i in tl.range(split, num_forced, num_splits, num_stages=2):
-                m, l, acc = attend_forced(
-                    *(i, forced, m, l, acc, q, scale, everything, cache, parts, D, E, PAGE_SIZE),
-                    *(BLOCK_SIZE, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
-                )
-        first = num_sinks * per_page
-        num_tiles -= num_forced
     if CHOOSE:
         # All splits of a list write the same.
         choose_pages(
@@ -160,44 +131,11 @@ def step_attend_kernel(
 
     lists = (pages_ptr, table_ptr, start, extent, count)
     m, l, acc = attend_split(
-        *(split, num_splits, first, num_tiles, m, l, acc, q, scale, lists, cache, parts, D, E),
-        *(PAGE_SIZE, BLOCK_SIZE, WHOLE, 1, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+        *(split, num_splits, num_tiles, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
+        *(WHOLE, 1, P_UNIT, INTERPRET, BLOCK_M, BLOCK_T, BLOCK_D, BLOCK_E),
     )
     store_split(
         *(acc_ptr, m_ptr, l_ptr, row_head * num_splits + split, mask_m, m, l, acc / P_UNIT),
         *(E, BLOCK_E),
     )
     pdl_wait(PDL)  # who waits for this kernel's end waits for the earlier ones' too
-
-
-@triton.jit
-def attend_forced(
-    i,
-    forced,
-    m,
-    l,
-    acc,
-    q,
-    scale,
-    everything,
-    cache,
-    parts,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    P_UNIT: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    """m, l and acc after the i-th tile of the sink and the local pages; forced: tiles of the sinks,
-    and between them and the local ones."""
-    of_sinks, gap = forced
-    tile = i + tl.where(i < of_sinks, 0, gap)
-    lowest, block = place_of(tile, everything, PAGE_SIZE, BLOCK_SIZE, True, BLOCK_T)
-    return attend_tile(
-        *(tile, lowest, block, m, l, acc, q, scale, everything, cache, parts, D, E, PAGE_SIZE),
-        *(BLOCK_SIZE, True, 1, P_UNIT, False, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
-    )

@@ -42,7 +42,6 @@ class StepPlan:
     attend: Plan
     num_splits: int
     chooses: bool
-    forced: bool = True
 
 
 def quest_step_triton(
@@ -72,7 +71,8 @@ def quest_step_triton(
     block_d, block_e = (max(16, triton.next_power_of_2(x)) for x in (d, e))
     token_bytes = max(block_d, block_e) * q.element_size()
     plan = plan or step_plan_of(
-        lists, num_pages, rule.width(num_pages) * page_size, page_size, token_bytes, q.device
+        *(lists, num_pages, rule.width(num_pages) * page_size, page_size, token_bytes, q.device),
+        in_8_bits=scales is not None,
     )
     splits = plan.num_splits
     table = None if block_table is None else block_table.expand(rows, -1).contiguous()
@@ -106,7 +106,6 @@ def quest_step_triton(
     # The interpreter's own float32 -> bfloat16 truncates.
     out, lse = new(e, dtype=torch.float32 if INTERPRETED else q.dtype), new()
     num_tokens = k.shape[2] * (1 if table is None else table.shape[1])
-    whole = is_whole(pages, starts, table, k, page_size, plan.attend.block_t)
     pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
         step_attend_kernel[(lists * splits,)](
@@ -120,8 +119,7 @@ def quest_step_triton(
             E=e,
             PAGE_SIZE=page_size,
             BLOCK_SIZE=1 if table is None else k.shape[2],
-            WHOLE=whole,
-            FORCED=whole and plan.forced,
+            WHOLE=is_whole(pages, starts, table, k, page_size, plan.attend.block_t),
             CHOOSE=not plan.chooses,
             P_UNIT=2.0**15 if q.dtype == torch.float16 else 1.0,
             INTERPRET=INTERPRETED,
@@ -152,23 +150,24 @@ def step_plan_of(
     page_size: int,
     token_bytes: int,
     device: torch.device,
+    *,
+    in_8_bits: bool = False,
 ) -> StepPlan:
     """By shape, measured on one H200 (docs/performance.md). capacity: tokens a list may read.
 
-    One score program a multiprocessor leaves room for exactly two of attention beside it, so these
-    are spread evenly and wait there from the start; where there is much to score, two.
-
+    Beside one score program (its shared memory is by num_stages) exactly two of attention fit on a
+    multiprocessor, so all are there from the start, evenly spread. Where there is much to score it
+    is two; where attention leaves half of the multiprocessors free nothing needs to be spread.
     Where every split chooses, a launch and a wait are saved; many splits that choose among many
     pages cost more than that."""
     attend = plan_of(lists, page_size, token_bytes, is_sparse=True)
     chooses = num_pages > 2048 or (num_pages > 1024 and lists >= 16)
-    tiles, sms = lists * triton.cdiv(num_pages, 64), multiprocessors(device)
-    return StepPlan(
-        score=ScorePlan(64, sms * (1 if tiles <= 12 * sms else 2), 4, 2 if tiles <= sms else 3),
-        attend=attend,
-        num_splits=splits_of(
-            *(lists, triton.cdiv(capacity, attend.block_t), device),
-            programs=(3 if page_size >= 64 else 4) if chooses else 2,
-        ),
-        chooses=chooses,
+    splits = splits_of(
+        *(lists, triton.cdiv(capacity, attend.block_t), device),
+        programs=(3 if page_size >= 64 else 4) if chooses else 2,
     )
+    tiles, sms = lists * triton.cdiv(num_pages, 64), multiprocessors(device)
+    is_small, is_large = 2 * lists * splits <= sms, tiles > 12 * sms
+    stages = 2 if is_small else 4 if in_8_bits and not is_large else 3
+    score = ScorePlan(64, sms * (2 if is_large else 1), 4, stages)
+    return StepPlan(score, attend, splits, chooses)

@@ -110,10 +110,9 @@ def attend_split_kernel(
     cache = (k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
     parts = (part_ptr, num_parts, mask_m)
     num_tiles = (tl.maximum(walk, 0) + BLOCK_T - 1) // BLOCK_T
-    m, l, acc = new_state(BLOCK_M, BLOCK_T, BLOCK_E)
     m, l, acc = attend_split(
-        *(split, num_splits, 0, num_tiles, m, l, acc, q, scale, lists, cache, parts, D, E),
-        *(PAGE_SIZE, BLOCK_SIZE, WHOLE, PART, P_UNIT, INTERPRET, BLOCK_T, BLOCK_D, BLOCK_E),
+        *(split, num_splits, num_tiles, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
+        *(WHOLE, PART, P_UNIT, INTERPRET, BLOCK_M, BLOCK_T, BLOCK_D, BLOCK_E),
     )
     store_split(
         *(acc_ptr, m_ptr, l_ptr, row_head * num_splits + split, mask_m, m, l, acc / P_UNIT),
@@ -148,24 +147,10 @@ def load_queries(
 
 
 @triton.jit
-def new_state(BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """m, l and acc before the first tile. l is summed over a tile's places only at the end: a sum
-    makes the warps of a program wait for each other."""
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.full([BLOCK_M, BLOCK_T], 0.0, tl.float32)
-    acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
-    return m, l, acc
-
-
-@triton.jit
 def attend_split(
     split,
     num_splits,
-    first,
     num_tiles,
-    m,
-    l,
-    acc,
     q,
     scale,
     lists,
@@ -179,14 +164,19 @@ def attend_split(
     PART: tl.constexpr,
     P_UNIT: tl.constexpr,
     INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """m, l and acc (times P_UNIT) after one split's share of the num_tiles tiles from first on."""
+    """m, l and acc (times P_UNIT) over one split's share of the tiles. l: summed over the places in
+    a tile only by who stores it, for a sum makes the warps of a program wait for each other."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.full([BLOCK_M, BLOCK_T], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_E], 0.0, tl.float32)
     # No split takes more than one tile more than another.
-    tile = first + split * num_tiles // num_splits
-    end = first + (split + 1) * num_tiles // num_splits
+    tile = split * num_tiles // num_splits
+    end = (split + 1) * num_tiles // num_splits
     # A tile's place is found while the tile before it is read: the ids are loads themselves.
     lowest, block = place_of(tile, lists, PAGE_SIZE, BLOCK_SIZE, WHOLE, BLOCK_T)
     if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
