@@ -17,55 +17,29 @@ ROUND_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
+def four_bytes(x, ASM: tl.constexpr):
+    """An instruction or two on the bytes of x, four to a register: int8."""
+    return tl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
 def code_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.constexpr):
     """Codes number PLANE of each byte, as int8."""
     if INTERPRET:
         code = ((x >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.int8)
     elif BITS == 4:
         if PLANE == 0:
-            code = tl.inline_asm_elementwise(
-                "and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4
-            )
+            code = four_bytes(x, "and.b32 $0, $1, 0x0F0F0F0F;")
         else:
-            code = tl.inline_asm_elementwise(
-                "{.reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F;}",
-                "=r,r",
-                [x],
-                dtype=tl.int8,
-                is_pure=True,
-                pack=4,
-            )
+            code = four_bytes(x, "{.reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F;}")
     elif PLANE == 0:
-        code = tl.inline_asm_elementwise(
-            "and.b32 $0, $1, 0x03030303;", "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4
-        )
+        code = four_bytes(x, "and.b32 $0, $1, 0x03030303;")
     elif PLANE == 1:
-        code = tl.inline_asm_elementwise(
-            "{.reg .b32 t; shr.u32 t, $1, 2; and.b32 $0, t, 0x03030303;}",
-            "=r,r",
-            [x],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
+        code = four_bytes(x, "{.reg .b32 t; shr.u32 t, $1, 2; and.b32 $0, t, 0x03030303;}")
     elif PLANE == 2:
-        code = tl.inline_asm_elementwise(
-            "{.reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x03030303;}",
-            "=r,r",
-            [x],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
+        code = four_bytes(x, "{.reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x03030303;}")
     else:
-        code = tl.inline_asm_elementwise(
-            "{.reg .b32 t; shr.u32 t, $1, 6; and.b32 $0, t, 0x03030303;}",
-            "=r,r",
-            [x],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
+        code = four_bytes(x, "{.reg .b32 t; shr.u32 t, $1, 6; and.b32 $0, t, 0x03030303;}")
     return code
 
 
@@ -85,54 +59,21 @@ def upper_plane(x, PLANE: tl.constexpr, BITS: tl.constexpr, INTERPRET: tl.conste
         code = high.to(tl.int8)
     elif BITS == 4:
         if PLANE == 0:
-            code = tl.inline_asm_elementwise(
-                "{.reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xF0F0F0F0, 0x80808080, 0x6A;}",
-                "=r,r",
-                [x],
-                dtype=tl.int8,
-                is_pure=True,
-                pack=4,
+            code = four_bytes(
+                x, "{.reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xF0F0F0F0, 0x80808080, 0x6A;}"
             )
         else:
-            code = tl.inline_asm_elementwise(
-                "lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;",
-                "=r,r",
-                [x],
-                dtype=tl.int8,
-                is_pure=True,
-                pack=4,
-            )
+            code = four_bytes(x, "lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;")
     elif PLANE == 0:
-        code = tl.inline_asm_elementwise(
-            "{.reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0x30303030;}",
-            "=r,r",
-            [x],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
+        code = four_bytes(x, "{.reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0x30303030;}")
     elif PLANE == 1:
-        code = tl.inline_asm_elementwise(
-            "{.reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xC0C0C0C0, 0x80808080, 0x6A;}",
-            "=r,r",
-            [x],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
+        code = four_bytes(
+            x, "{.reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xC0C0C0C0, 0x80808080, 0x6A;}"
         )
     elif PLANE == 2:
-        code = tl.inline_asm_elementwise(
-            "and.b32 $0, $1, 0x30303030;", "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4
-        )
+        code = four_bytes(x, "and.b32 $0, $1, 0x30303030;")
     else:
-        code = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0xC0C0C0C0, 0x80808080, 0x6A;",
-            "=r,r",
-            [x],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
+        code = four_bytes(x, "lop3.b32 $0, $1, 0xC0C0C0C0, 0x80808080, 0x6A;")
     return code
 
 
