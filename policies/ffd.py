@@ -35,7 +35,7 @@ from sparse_eval.policies.base import (
     gather_tokens,
 )
 from sparse_eval.policies.metadata import build_metadata, extend_metadata, query_page_products
-from sparse_eval.policies.rules import peak_BH1, union_selection, within_delta_BHP
+from sparse_eval.policies.rules import margin_BHP, peak_BH1, union_selection, within_delta_BHP
 from sparse_eval.policies.scored import check_cap
 from sparse_eval.policies.thumbnail import ThumbnailScore, ThumbnailState
 
@@ -108,7 +108,8 @@ class FFD(Policy[ThumbnailState]):
         else:
             peak = peak_BH1(max_BHP, known_BP & forced_BP(call, self, num_pages))
         own_BHP = within_delta_BHP(max_BHP, peak, self.delta)
-        return union_selection(own_BHP, max_BHP - peak, known_BP, call, self, self.max_tokens)
+        margin = margin_BHP(max_BHP, peak, known_BP)
+        return union_selection(own_BHP, margin, known_BP, call, self, self.max_tokens)
 
     def _select_triton(self, call: AttentionCall, state: ThumbnailState) -> Selection:
         pages, counts = ffd_select(
@@ -142,7 +143,8 @@ class FFD(Policy[ThumbnailState]):
 
 
 def forced_logits(call: AttentionCall, policy: Policy) -> Tensor:
-    """True logits of each row's sink and local tokens, -inf where there is none: [B, H, tokens]."""
+    """True logits of each row's sink and local tokens, -inf where there is none: [B, H, tokens] in
+    float64, so that their rounding adds nothing to a maximum."""
     size = policy.page_size
     local = (current_page_B(call, size) - policy.local_pages + 1).clamp_min(0) * size
     parts = []
@@ -152,7 +154,7 @@ def forced_logits(call: AttentionCall, policy: Policy) -> Tensor:
     ):
         start_B = first_B if call.starts_B is None else first_B + call.starts_B.long()
         keys = gather_tokens(call.k_BGND, start_B[:, None], num_tokens)
-        logit = call.scale * query_page_products(call.q_BHD, keys)
+        logit = call.scale * query_page_products(call.q_BHD.double(), keys)
         position = first_B[:, None] + torch.arange(num_tokens, device=call.device)
         is_live = position < call.lengths_B[:, None]
         parts.append(logit.masked_fill(~is_live[:, None], -torch.inf))

@@ -164,7 +164,7 @@ def score_error_bound(q: Tensor, thumbnail: Thumbnail, scale: float) -> Tensor:
 def check_format(k: Tensor, page_size: int, bits: int, rule: str, coverage: float) -> None:
     if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1:
         raise ValueError(f"page_size must be an integer >= 1, got {page_size!r}")
-    if isinstance(bits, bool) or bits not in BITS:
+    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in BITS:
         raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
