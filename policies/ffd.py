@@ -1,10 +1,10 @@
 """Faster Flash Decoding: read every page within δ of the peak of 2-bit key thumbnails.
 
-A key is a thumbnail of 2 bits a coordinate (mid-rise: symmetric, without a zero) and an 8-bit
-residual. top-δ keeps what scores within δ logits of the row's maximum, so that each dropped token
-weighs at most e^-δ of the peak; a pseudo-maximum over the sink and local tokens stands in for the
-maximum: it is never higher, so the set can only grow. Each query head chooses, a group reads the
-union. There is no budget: a head reads as many pages as its scores ask for.
+A key is a thumbnail of 2 bits a coordinate (mid-rise: levels ±½ and ±1½ steps, no zero) and an
+8-bit residual. top-δ keeps what scores within δ logits of the row's maximum, so that each dropped
+token weighs at most e^-δ of the peak; a pseudo-maximum over the sink and local tokens stands in for
+the maximum: it is never higher, so the set can only grow. Each query head chooses, a group reads
+the union. There is no budget: a head reads as many pages as its scores ask for.
 
 Only full pages have thumbnails; the page that still fills is local, and read. Published: δ = 5 and
 7, sparsity 82 % and 73 %. What the description leaves open are fields: scales, pseudo_max, attend.
@@ -57,7 +57,8 @@ class FFD(Policy[ThumbnailState]):
     that no token within delta of the true maximum is missed. attend: exact keys, or residual: full
     pages as thumbnail + residual. max_tokens: most tokens a KV head reads, the pages furthest below
     the pseudo-maximum dropped first; None: no cap. select_backend: torch; or triton, which scans
-    packed keys, has no cap and does not tell what single heads chose."""
+    packed keys, has no cap, does not tell what single heads chose and leaves out NaN scores, which
+    torch reads."""
 
     delta: float = 5.0
     bits: int = 2

@@ -204,6 +204,7 @@ def test_without_any_lse_error_the_panel_says_so(drawn):
     recall, error = drawn(plots_frontier.lse_curve, rows)[:2]
     assert recall.containers and error.get_yscale() == "linear"
     assert [t.get_text() for t in error.texts] == ["nothing above 0 to draw"]
+    assert error.get_position().width > 0.3
 
 
 def test_density_is_drawn_per_head_and_as_read(drawn):

@@ -62,8 +62,8 @@ def ffd_select(
     "exact", from the keys k (read for it alone), each token's score raised by its error bound:
     then every token whose exact score is within delta of the exact maximum is read, also where
     the kernel's or float32's rounding is against it.
-    A length beyond the cache's extent counts as its end. NaN among scores: kept by neither backend
-    for itself, and no pseudo-max; rows whose query is NaN read the forced pages.
+    A length beyond the cache's extent counts as its end. NaN scores keep no page and
+    are no pseudo-max; keys and queries with NaN differ by backend (docs/kernels.md).
     Returns pages [B, G, P] int32, ascending, -1 = empty, P pages of capacity, counts [B, G] int32.
     Waits for nothing. Raises ValueError on wrong arguments.
     """

@@ -35,7 +35,8 @@ def pack_thumbnail(
 
     rule: a step per token and KV head ("token"), or per channel and page ("channel"); step =
     coverage · largest magnitude / 2^(bits-1), rounded up in k's dtype. capacity: tokens to make
-    room for, N if None; pages that are not packed hold zeros.
+    room for, N if None; pages that are not packed hold zeros. A NaN coordinate makes its step NaN; the
+    kernel passes over it and gives it the lowest level.
     Raises ValueError on wrong arguments."""
     check_format(k, page_size, bits, rule, coverage)
     check_thumbnail_backend(backend, k[0], page_size)
@@ -127,7 +128,10 @@ def extend_thumbnail(
 
 
 def unpack(thumbnail: Thumbnail) -> Tensor:
-    """The levels that the codes stand for: [B, G, N, D] in float32 (float64 for float64 keys)."""
+    """The levels that the codes stand for: [B, G, N, D] in float32 (float64 for float64 keys).
+
+    Packed again they give the same levels, up to a step's rounding, where coverage is
+    2^(bits-1) / (2^(bits-1) - ½), and at coverage 1 the same codes, of smaller steps."""
     return reference.unpack_reference(thumbnail)
 
 

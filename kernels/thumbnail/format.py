@@ -1,7 +1,8 @@
 """The format of a thumbnail: 2- or 4-bit keys with their steps, and the 8-bit residual on top.
 
-A code c of `bits` bits stands for the level (c + ½ - 2^(bits-1)) · step: symmetric and free of
-zero, so that small coordinates keep their sign. A residual's code r stands for
+A code c of `bits` bits stands for the level (c + ½ - 2^(bits-1)) · step: free of zero, so that
+small coordinates keep their sign, and symmetric but on the borders of cells, which are the upper
+cell's (0 is +½ step). A residual's code r stands for
 (r + ½ - 128) · residual step. Shapes: see sparse_eval.core; C = D · bits / 8 bytes a key.
 """
 
