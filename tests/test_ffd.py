@@ -152,7 +152,7 @@ def test_the_exact_maximum_holds_against_the_querys_rounding(bits, rule, first, 
     case: dict[str, Any] = {"q": q.to(device), "k": k.to(device), "starts": None}
     case["lengths"] = torch.tensor([32], dtype=torch.int32, device=device)
     case["thumbnail"] = pack_thumbnail(case["k"], page_size=8, bits=bits, rule=rule)
-    rule_of = {"delta": 0.2, "sink_pages": 1, "local_pages": 1, "scale": 1.0}
+    rule_of: dict[str, Any] = {"delta": 0.2, "sink_pages": 1, "local_pages": 1, "scale": 1.0}
     for backend in ("torch", "triton"):
         got = ffd_select(**case, **rule_of, pseudo_max="exact", backend=backend)
         assert 1 in listed(*got)[0]

@@ -35,8 +35,8 @@ def pack_thumbnail(
 
     rule: a step per token and KV head ("token"), or per channel and page ("channel"); step =
     coverage · largest magnitude / 2^(bits-1), rounded up in k's dtype. capacity: tokens to make
-    room for, N if None; pages that are not packed hold zeros. A NaN coordinate makes its step NaN; the
-    kernel passes over it and gives it the lowest level.
+    room for, N if None; pages that are not packed hold zeros. A NaN
+    coordinate makes its step NaN; the kernel passes over it and gives it the lowest level.
     Raises ValueError on wrong arguments."""
     check_format(k, page_size, bits, rule, coverage)
     check_thumbnail_backend(backend, k[0], page_size)
