@@ -194,7 +194,7 @@ def check_at_least(name: str, value: Any, least: int) -> None:
 
 
 def check_one_of(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
-    if value not in accepted:
+    if not any(value == one and type(value) is type(one) for one in accepted):  # 2.0 is not 2
         raise ValueError(f"{name} must be one of {', '.join(map(str, accepted))}, got {value!r}")
 
 

@@ -89,8 +89,9 @@ class MeanState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class MeanScore(Score[MeanState]):
-    """The mean key's logit, which is the mean of the page's logits: at most their largest.
-    log_mass = that + log page_size is at most the true one (Jensen).
+    """The mean key's logit, which is the mean of the page's logits: at most their largest, and
+    log_mass = that + log page_size at most the true one (Jensen), both up to the rounding of the
+    mean in its stored dtype.
 
     metadata_dtype: auto (the keys' own) or float32."""
 

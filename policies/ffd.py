@@ -1,10 +1,10 @@
 """Faster Flash Decoding: read every page within δ of the peak of 2-bit key thumbnails.
 
-A key is a thumbnail of 2 bits a coordinate (mid-rise: symmetric, without a zero) and an 8-bit
-residual. top-δ keeps what scores within δ logits of the row's maximum, so that each dropped token
-weighs at most e^-δ of the peak; a pseudo-maximum over the sink and local tokens stands in for the
-maximum: it is never higher, so the set can only grow. Each query head chooses, a group reads the
-union. There is no budget: a head reads as many pages as its scores ask for.
+A key is a thumbnail of 2 bits a coordinate (mid-rise: levels ±½ and ±1½ steps, no zero) and an
+8-bit residual. top-δ keeps what scores within δ logits of the row's maximum, so that each dropped
+token weighs at most e^-δ of the peak; a pseudo-maximum over the sink and local tokens stands in for
+the maximum: it is never higher, so the set can only grow. Each query head chooses, a group reads
+the union. There is no budget: a head reads as many pages as its scores ask for.
 
 Only full pages have thumbnails; the page that still fills is local, and read. Published: δ = 5 and
 7, sparsity 82 % and 73 %. What the description leaves open are fields: scales, pseudo_max, attend.
@@ -35,7 +35,7 @@ from sparse_eval.policies.base import (
     gather_tokens,
 )
 from sparse_eval.policies.metadata import build_metadata, extend_metadata, query_page_products
-from sparse_eval.policies.rules import peak_BH1, union_selection, within_delta_BHP
+from sparse_eval.policies.rules import margin_BHP, peak_BH1, union_selection, within_delta_BHP
 from sparse_eval.policies.scored import check_cap
 from sparse_eval.policies.thumbnail import ThumbnailScore, ThumbnailState
 
@@ -57,7 +57,8 @@ class FFD(Policy[ThumbnailState]):
     that no token within delta of the true maximum is missed. attend: exact keys, or residual: full
     pages as thumbnail + residual. max_tokens: most tokens a KV head reads, the pages furthest below
     the pseudo-maximum dropped first; None: no cap. select_backend: torch; or triton, which scans
-    packed keys, has no cap and does not tell what single heads chose."""
+    packed keys, has no cap, does not tell what single heads chose and leaves out NaN scores, which
+    torch reads."""
 
     delta: float = 5.0
     bits: int = 2
@@ -108,7 +109,8 @@ class FFD(Policy[ThumbnailState]):
         else:
             peak = peak_BH1(max_BHP, known_BP & forced_BP(call, self, num_pages))
         own_BHP = within_delta_BHP(max_BHP, peak, self.delta)
-        return union_selection(own_BHP, max_BHP - peak, known_BP, call, self, self.max_tokens)
+        margin = margin_BHP(max_BHP, peak, known_BP)
+        return union_selection(own_BHP, margin, known_BP, call, self, self.max_tokens)
 
     def _select_triton(self, call: AttentionCall, state: ThumbnailState) -> Selection:
         pages, counts = ffd_select(
@@ -142,7 +144,8 @@ class FFD(Policy[ThumbnailState]):
 
 
 def forced_logits(call: AttentionCall, policy: Policy) -> Tensor:
-    """True logits of each row's sink and local tokens, -inf where there is none: [B, H, tokens]."""
+    """True logits of each row's sink and local tokens, -inf where there is none: [B, H, tokens] in
+    float64, so that their rounding adds nothing to a maximum."""
     size = policy.page_size
     local = (current_page_B(call, size) - policy.local_pages + 1).clamp_min(0) * size
     parts = []
@@ -152,7 +155,7 @@ def forced_logits(call: AttentionCall, policy: Policy) -> Tensor:
     ):
         start_B = first_B if call.starts_B is None else first_B + call.starts_B.long()
         keys = gather_tokens(call.k_BGND, start_B[:, None], num_tokens)
-        logit = call.scale * query_page_products(call.q_BHD, keys)
+        logit = call.scale * query_page_products(call.q_BHD.double(), keys)
         position = first_B[:, None] + torch.arange(num_tokens, device=call.device)
         is_live = position < call.lengths_B[:, None]
         parts.append(logit.masked_fill(~is_live[:, None], -torch.inf))

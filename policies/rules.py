@@ -27,6 +27,13 @@ def peak_BH1(max_BHP: Tensor, of_BP: Tensor) -> Tensor:
     return max_BHP.masked_fill(~of_BP[:, None], -torch.inf).amax(-1, keepdim=True)
 
 
+def margin_BHP(max_BHP: Tensor, peak: Tensor, known_BP: Tensor) -> Tensor:
+    """Scores relative to each head's peak; where that is -inf (no page to take it from), to the
+    peak of all known pages, so that a cap still drops the lowest first."""
+    level = torch.where(peak == -torch.inf, peak_BH1(max_BHP, known_BP), peak)
+    return max_BHP - level
+
+
 def within_delta_BHP(max_BHP: Tensor, peak: Tensor, delta: float) -> Tensor:
     """True where a page scores within delta of its head's peak; NaN is within."""
     return ~(max_BHP < peak - delta)

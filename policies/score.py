@@ -67,10 +67,10 @@ def score_of(given: Any, kinds: Mapping[str, type[Score]]) -> Score:
         return given
     config = {"name": given} if isinstance(given, str) else given
     accepted = ", ".join(kinds)
-    if not isinstance(config, Mapping) or config.get("name") not in kinds:
-        wanted = config.get("name") if isinstance(config, Mapping) else config
-        raise ValueError(f"score must be one of {accepted}, got {wanted!r}")
-    kind = kinds[config["name"]]
+    name = config.get("name") if isinstance(config, Mapping) else config
+    if not isinstance(config, Mapping) or not isinstance(name, str) or name not in kinds:
+        raise ValueError(f"score must be one of {accepted}, got {name!r}")
+    kind = kinds[name]
     own = {key: value for key, value in config.items() if key != "name"}
     known = [f.name for f in fields(kind)]
     for key in own:

@@ -17,7 +17,6 @@ from sparse_eval.policies.base import (
     Policy,
     Selection,
     State,
-    check_at_least,
     check_number,
     check_one_of,
     forced_BP,
@@ -25,7 +24,13 @@ from sparse_eval.policies.base import (
 from sparse_eval.policies.channel_scores import BoundScore, MeanScore, MeanStdScore
 from sparse_eval.policies.exact import ExactScore
 from sparse_eval.policies.page_score import GROUP_RULES, share_in_group
-from sparse_eval.policies.rules import nucleus_BHP, peak_BH1, union_selection, within_delta_BHP
+from sparse_eval.policies.rules import (
+    margin_BHP,
+    nucleus_BHP,
+    peak_BH1,
+    union_selection,
+    within_delta_BHP,
+)
 from sparse_eval.policies.score import QUANTITIES, Score, score_of
 from sparse_eval.policies.thumbnail import ThumbnailScore
 from sparse_eval.policies.topk import top_pages
@@ -172,7 +177,8 @@ class TopDelta(AdaptivePolicy):
         if self.peak == "forced":
             of = known_BP & forced_BP(call, self, x_BHP.shape[-1])
         peak = peak_BH1(x_BHP, of)
-        return within_delta_BHP(x_BHP, peak, self.delta), x_BHP - peak
+        own_BHP = within_delta_BHP(x_BHP, peak, self.delta)
+        return own_BHP, margin_BHP(x_BHP, peak, known_BP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +209,10 @@ def check_cap(policy: Policy, max_tokens: int | None) -> None:
     """max_tokens must hold the forced pages."""
     if max_tokens is None:
         return
-    check_at_least("max_tokens", max_tokens, 1)
-    if max_tokens < policy.min_budget:
+    is_integer = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+    if not is_integer or max_tokens < policy.min_budget:
         raise ValueError(
-            f"max_tokens must be >= {policy.min_budget} tokens ({policy.forced_pages} pages of "
-            f"{policy.page_size} that {type(policy).__name__} always reads), got {max_tokens}"
+            f"max_tokens must be an integer >= {policy.min_budget} tokens ({policy.forced_pages} "
+            f"pages of {policy.page_size} that {type(policy).__name__} always reads), got "
+            f"{max_tokens!r}"
         )

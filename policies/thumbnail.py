@@ -75,11 +75,11 @@ class ThumbnailScore(Score[ThumbnailState]):
         return Thumbnail(codes.flatten(2, 3), step, page_size, self.bits, self.scales)
 
     def token_logits(self, call: AttentionCall, state: ThumbnailState) -> Tensor:
-        """[B, H, P, page_size] float32."""
+        """[B, H, P, page_size] float32 (float64 for float64 keys)."""
         return self._by_token(thumbnail_scores, call, state)
 
     def token_errors(self, call: AttentionCall, state: ThumbnailState) -> Tensor:
-        """At least what token_logits is off by: [B, H, P, page_size] float32."""
+        """At least what token_logits is off by: [B, H, P, page_size], its dtype."""
         return self._by_token(score_error_bound, call, state)
 
     def _by_token(

@@ -274,7 +274,7 @@ def test_labels_name_nested_fields_and_an_experiments_policy(tmp_path, words, la
     ("words", "line"),
     [
         (["policy=quest_topp", "policy.score.name=mean_std"], "TopP needs a log_mass, which score"),
-        (["policy=ffd", "policy.max_tokens=32"], "max_tokens must be >= 48 tokens"),
+        (["policy=ffd", "policy.max_tokens=32"], "max_tokens must be an integer >= 48 tokens"),
         (["policy=quest_topp", "policy.score.bits=2"], "unknown key 'policy.score.bits'"),
     ],
 )

@@ -140,6 +140,67 @@ def test_with_the_exact_maximum_every_token_within_delta_is_read(form):
                 assert {int(n) // 8 for n in near} <= set(lists[row * 2 + group])
 
 
+@pytest.mark.parametrize("first", [0.0, 2.0])
+@pytest.mark.parametrize("rule", ["token", "channel"])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_exact_maximum_holds_against_the_querys_rounding(bits, rule, first, device):
+    q = torch.full((1, 1, 128), 0.0037).bfloat16()
+    q[0, 0, 0] = -64  # the others are a small part of the unit it sets
+    k = torch.full((1, 1, 32, 128), 1.5).bfloat16()
+    k[0, 0, 8:16], k[..., 0] = 2.0, 0.0  # page 1 has the true maximum
+    k[0, 0, ::8, 0] = first
+    case: dict[str, Any] = {"q": q.to(device), "k": k.to(device), "starts": None}
+    case["lengths"] = torch.tensor([32], dtype=torch.int32, device=device)
+    case["thumbnail"] = pack_thumbnail(case["k"], page_size=8, bits=bits, rule=rule)
+    rule_of: dict[str, Any] = {"delta": 0.2, "sink_pages": 1, "local_pages": 1, "scale": 1.0}
+    for backend in ("torch", "triton"):
+        got = ffd_select(**case, **rule_of, pseudo_max="exact", backend=backend)
+        assert 1 in listed(*got)[0]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rounding_of_sums_costs_no_token_at_the_maximum(backend, device):
+    # errors of every coordinate at their bound and of one sign: nothing is left for rounding
+    rng = torch.Generator().manual_seed(3)
+    q = torch.rand(1, 12, 100, generator=rng).to(device)
+    k = torch.ones(1, 1, 32, 100, device=device)
+    case: dict[str, Any] = {"q": q, "k": k, "thumbnail": pack_thumbnail(k, page_size=8)}
+    lengths = torch.tensor([32], dtype=torch.int32, device=device)
+    options = RULE | {"delta": 0.0, "local_pages": 1, "pseudo_max": "exact", "scale": 0.3}
+    for head in range(12):
+        own = case | {"q": q[:, head : head + 1]}
+        got = ffd_select(**own, starts=None, lengths=lengths, **options, backend=backend)
+        assert listed(*got) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("pseudo_max", ["thumbnail", "exact"])
+def test_lengths_beyond_the_extent_end_with_it(pseudo_max, device):
+    case = make_case(device, [75, 96, 75])
+    case["k"] = case["k"][:, :, :75].clone()
+    case["thumbnail"] = pack_thumbnail(case["k"], page_size=8, capacity=120)
+    starts = torch.tensor([0, 0, 5], dtype=torch.int32, device=device)
+    cut = torch.tensor([75, 75, 70], dtype=torch.int32, device=device)
+    options = RULE | {"pseudo_max": pseudo_max, "delta": 0.1}
+    want = ffd_select(**case | {"lengths": cut, "starts": starts}, **options, backend="torch")
+    for backend in ("torch", "triton"):
+        got = ffd_select(**case | {"starts": starts}, **options, backend=backend)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_a_step_cuts_lengths_at_the_extent(device):
+    for refine in (False, True):
+        results = []
+        for lengths, backend in (([75, 75], "torch"), ([200, 75], "torch"), ([200, 75], "triton")):
+            case = with_values(make_case(device, lengths, tokens=75, integers=False))
+            residual = case.pop("residual")
+            options = RULE | {"backend": backend, "delta": 0.5}
+            step = ffd_step(**case, **options, residual=residual if refine else None)
+            results.append(step)
+        for got in results[1:]:
+            torch.testing.assert_close(got[0], results[0][0], rtol=0, atol=5e-4)
+            assert torch.equal(got[2], results[0][2])
+
+
 def test_an_infinite_delta_reads_everything(device):
     case = make_case(device, [96, 50, 3])
     for backend in ("torch", "triton"):
@@ -440,6 +501,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "lengths as int64": ({"lengths": torch.ones(1).long()}, "lengths must be int32"),
     "a backend": ({"backend": "cuda"}, "backend must be one of"),
     "a query": ({"q": torch.zeros(1, 6, 8)}, "q must be"),
+    "starts as int64": ({"starts": torch.zeros(1).long()}, r"starts must be int32 \[1\], got"),
+    "starts of two": ({"starts": torch.zeros(2).int()}, r"starts must be int32 \[1\], got"),
+    "a batch": ({"k": torch.zeros(3, 2, 100, 16)}, "k must have batch 1 .* got 3"),
+    "little room": (
+        {"thumbnail": pack_thumbnail(torch.zeros(1, 2, 96, 16), page_size=8)},
+        "room for 100 tokens or more, which the cache of 100 may hold, got a capacity of 96",
+    ),
 }
 
 
@@ -450,3 +518,20 @@ def test_bad_arguments_are_refused_in_one_line(what):
     with pytest.raises(ValueError, match=message) as failure:
         ffd_select(**good | change)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_step_refuses_a_thumbnail_or_residual_that_does_not_fit(backend, device):
+    case = with_values(make_case(device, [100]))
+    residual, t = case.pop("residual"), case.pop("thumbnail")
+    step: dict[str, Any] = case | RULE | {"backend": backend}
+    short = pack_thumbnail(case["k"][:, :, :96], page_size=8)
+    other = Residual(residual.codes, residual.unit * 2)
+    for given, left, message in (
+        (short, None, "room for 100 tokens or more"),
+        (t, other, "residual must be the thumbnail's, of unit"),
+        (t, Residual(residual.codes[:, :, :96], residual.unit), "residual must be the thumbnail's"),
+    ):
+        with pytest.raises(ValueError, match=message) as failure:
+            ffd_step(**step, thumbnail=given, residual=left)
+        assert "\n" not in str(failure.value)

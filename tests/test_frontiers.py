@@ -199,6 +199,14 @@ def test_the_lse_error_stands_beside_recall_on_a_log_scale(drawn):
     assert lines["cheap"][0, 1] == pytest.approx(-np.log([0.78, 0.782]).mean())
 
 
+def test_without_any_lse_error_the_panel_says_so(drawn):
+    rows = BOTH.assign(lse_error=0.0)
+    recall, error = drawn(plots_frontier.lse_curve, rows)[:2]
+    assert recall.containers and error.get_yscale() == "linear"
+    assert [t.get_text() for t in error.texts] == ["nothing above 0 to draw"]
+    assert error.get_position().width > 0.3
+
+
 def test_density_is_drawn_per_head_and_as_read(drawn):
     assert plots_density.choosing_policies(ADAPTIVE) == ["ffd", "ffd:delta=7.0"]
     assert plots_density.choosing_policies(BOTH) == []

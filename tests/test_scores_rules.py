@@ -263,6 +263,25 @@ def test_each_head_chooses_and_the_group_reads_the_union():
     assert wanted is not None and torch.equal(wanted, selection.wanted_BH)
 
 
+@pytest.mark.parametrize("kind", [FFD, TopDelta])
+def test_a_cap_without_a_pseudo_maximum_keeps_the_best_pages(kind):
+    k = 0.1 * torch.randn(1, 1, 66, 8, generator=torch.Generator().manual_seed(0))
+    k[0, 0, 48:52] = 5  # page 6; the one local page has no score
+    call = AttentionCall(
+        q_BHD=torch.ones(1, 1, 8),
+        k_BGND=k,
+        v_BGNE=k,
+        layer=0,
+        starts_B=None,
+        lengths_B=torch.tensor([66], dtype=torch.int32),
+        scale=1.0,
+    )
+    shared: dict[str, Any] = {"page_size": 8, "sink_pages": 0, "local_pages": 1, "max_tokens": 32}
+    if kind is TopDelta:
+        shared |= {"peak": "forced", "score": "thumbnail"}
+    assert 6 in lists_of(select(kind(**shared), call))[0][0]
+
+
 def test_a_tie_at_the_cap_goes_to_the_lowest_page():
     text = random_text(40)
     call = batch_call([replace(text, k_GND=torch.ones_like(text.k_GND))], [40])
@@ -407,9 +426,23 @@ def test_residuals_grow_with_the_text():
         (lambda: TopDelta(delta="5"), "delta must be .* got '5'"),  # type: ignore[arg-type]
         (lambda: TopDelta(peak="sink"), "peak must be one of all, forced, got 'sink'"),
         (lambda: TopP(p=1.5), "p must be a number from 0 to 1, got 1.5"),
-        (lambda: TopP(max_tokens=47), r"max_tokens must be >= 48 tokens \(3 pages of 16"),
-        (lambda: FFD(max_tokens=47), r"max_tokens must be >= 48 tokens \(3 pages of 16 that FFD"),
+        (
+            lambda: TopP(max_tokens=47),
+            r"max_tokens must be an integer >= 48 tokens \(3 pages of 16",
+        ),
+        (
+            lambda: FFD(max_tokens=47),
+            r"max_tokens must be an integer >= 48 tokens \(3 pages of 16 that FFD",
+        ),
         (lambda: FFD(max_tokens=0.5), "max_tokens must be an integer"),  # type: ignore[arg-type]
+        (lambda: FFD(max_tokens=0), "max_tokens must be an integer >= 48 tokens .* got 0"),
+        (lambda: FFD(bits=2.0), "bits must be one of 2, 4, got 2.0"),  # type: ignore[arg-type]
+        (
+            lambda: TopK(score={"name": "thumbnail", "bits": 2.0}),
+            "bits must be one of 2, 4, got 2.0",
+        ),
+        (lambda: TopK(score={"name": ["bound"]}), r"score must be one of .*, got \['bound'\]"),
+        (lambda: TopK(score=["bound"]), r"score must be one of .*, got \['bound'\]"),
         (lambda: FFD(bits=8), "bits must be one of 2, 4, got 8"),
         (lambda: FFD(scales="page"), "scales must be one of token, channel, got 'page'"),
         (lambda: FFD(attend="2bit"), "attend must be one of exact, residual, got '2bit'"),

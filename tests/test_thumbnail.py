@@ -129,6 +129,7 @@ def test_a_thumbnail_is_a_sixteenth_of_16_bit_keys_and_values():
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "bits": ({"bits": 3}, "bits must be one of 2, 4"),
+    "bits as a float": ({"bits": 2.0}, "bits must be one of 2, 4, got 2.0"),
     "rule": ({"rule": "head"}, "rule must be one of token, channel"),
     "coverage": ({"coverage": 0}, "coverage must be a finite number > 0"),
     "endless coverage": ({"coverage": math.inf}, "coverage must be a finite number > 0"),
@@ -159,6 +160,44 @@ def test_keys_and_queries_of_other_shapes_are_refused():
         thumbnail_scores(
             torch.zeros(3, 2, 8), pack_thumbnail(torch.zeros(2, 2, 16, 8), page_size=8), 1.0
         )
+
+
+def test_extension_refuses_what_does_not_fit():
+    k = torch.zeros(2, 2, 30, 8)
+    t = pack_thumbnail(k, page_size=8)
+    lengths = torch.tensor([24, 30], dtype=torch.int32)
+    residual = pack_residual(k, t)
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    pool = torch.zeros(9, 2, 16, 8)
+    good: dict[str, Any] = {"thumbnail": t, "k": k, "starts": None, "lengths": lengths}
+    extend_thumbnail(**good, residual=residual)
+    extend_thumbnail(**good | {"thumbnail": pack_thumbnail(k[:, :, :24], page_size=8)})
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"thumbnail": pack_thumbnail(k[:, :, :16], page_size=8)}, "room for 24 tokens .* of 16"),
+        ({"k": pool, "block_table": table}, "room for 64 tokens .* of 32"),
+        ({"k": pool, "block_table": table.long()}, "block_table must be int32"),
+        ({"k": torch.zeros(9, 2, 12, 8), "block_table": table}, "block_size 12 must be a multiple"),
+        ({"k": torch.zeros(3, 2, 30, 8)}, "k must have batch 2"),
+        ({"thumbnail": pack_thumbnail(k[[0, 1, 0]], page_size=8)}, "the thumbnail must have batch"),
+        ({"lengths": lengths.long()}, r"lengths must be int32 \[2\], got"),
+        ({"lengths": lengths[:, None]}, r"lengths must be int32 \[B\], got"),
+        ({"starts": lengths[:1]}, r"starts must be int32 \[2\], got"),
+        ({"residual": pack_residual(k, pack_thumbnail(k, page_size=8, coverage=0.6))}, "of unit"),
+        ({"residual": pack_residual(k[:1], pack_thumbnail(k[:1], page_size=8))}, "residual must"),
+    ]
+    for change, message in changes:
+        with pytest.raises(ValueError, match=message) as failure:
+            extend_thumbnail(**good | change)
+        assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(("bits", "rule"), FORMATS)
+def test_at_coverage_one_levels_give_their_codes_back(bits, rule):
+    t = pack_thumbnail(keys(1, 2, 32, 16), page_size=8, bits=bits, rule=rule)
+    again = pack_thumbnail(unpack(t), page_size=8, bits=bits, rule=rule)
+    assert torch.equal(again.codes, t.codes)
+    share = (2 ** (bits - 1) - 0.5) / 2 ** (bits - 1)
+    torch.testing.assert_close(again.step, t.step * share)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -23,11 +23,14 @@ from sparse_eval.kernels.thumbnail import (
     thumbnail_scores,
 )
 from sparse_eval.kernels.thumbnail.api import (
+    check_cache,
     check_keys,
     check_query,
+    check_residual,
     check_thumbnail_backend,
 )
-from sparse_eval.kernels.thumbnail.reference import per_token
+from sparse_eval.kernels.thumbnail.format import extent_of
+from sparse_eval.kernels.thumbnail.reference import live_lengths, per_token
 
 PSEUDO_MAX = ("thumbnail", "exact")
 MIN_TILE = 16
@@ -57,11 +60,14 @@ def ffd_select(
     (in units of scale · q·k); a page is read by a KV head when a head of its group keeps a token.
     pseudo_max: "thumbnail", from thumbnail scores of full pages (no such page: all is read); or
     "exact", from the keys k (read for it alone), each token's score raised by its error bound:
-    then every token whose exact score is within delta of the exact maximum is read.
+    then every token whose exact score is within delta of the exact maximum is read, also where
+    the kernel's or float32's rounding is against it.
+    A length beyond the cache's extent counts as its end. NaN scores keep no page and
+    are no pseudo-max; keys and queries with NaN differ by backend (docs/kernels.md).
     Returns pages [B, G, P] int32, ascending, -1 = empty, P pages of capacity, counts [B, G] int32.
     Waits for nothing. Raises ValueError on wrong arguments.
     """
-    check_select(q, k, thumbnail, lengths, scale, backend)
+    check_select(q, k, thumbnail, starts, lengths, scale, backend, block_table)
     check_rule(delta, sink_pages, local_pages, pseudo_max)
     if backend == "triton":
         from sparse_eval.kernels.ffd.launch import ffd_select_triton
@@ -75,6 +81,7 @@ def ffd_select(
             pseudo_max=pseudo_max,
             block_table=block_table,
         )
+    lengths = live_lengths(lengths, starts, extent_of(k, block_table))
     score = thumbnail_scores(q, thumbnail, scale)
     slack = exact = None
     if pseudo_max == "exact":
@@ -86,7 +93,7 @@ def ffd_select(
             token = token.clamp_max(k.shape[2] - 1)[:, None, :, None]
             k = k.expand(len(q), -1, -1, -1)
             k = k.gather(2, token.expand(-1, k.shape[1], -1, k.shape[3]))
-        exact = scale * per_token(q, k.to(score.dtype))
+        exact = scale * per_token(q, k.double())
     return ffd_select_reference(
         *(score, slack, exact, lengths),
         page_size=thumbnail.page_size,
@@ -160,12 +167,14 @@ def residual_decode(
     check_query(q, thumbnail, scale)
     check_keys(k, thumbnail)
     check_thumbnail_backend(backend, q, thumbnail.page_size)
-    check_residual(thumbnail, residual, backend)
+    check_refined(thumbnail, residual, backend)
     if pages.dim() != 3 or pages.shape[1] != k.shape[1]:
         raise ValueError(f"pages must be [B, {k.shape[1]}, K], got {list(pages.shape)}")
     page_size = thumbnail.page_size
     check_tensors(q, k, v, pages, counts, starts, lengths, block_table)
     check_numbers(k, page_size, scale, paged=block_table is not None)
+    full = extent_of(k, block_table) // page_size * page_size
+    check_cache(thumbnail, k, starts, lengths, block_table, full)
     if backend == "triton":
         from sparse_eval.kernels.ffd.launch import lists_decode_triton
 
@@ -210,13 +219,13 @@ def ffd_step(
     ffd_select and residual_decode. Returns out [B, H, E], lse [B, H], pages [B, G, P], counts
     [B, G]. Nothing depends on a live length but values: a CUDA graph that holds a step stays right
     while lengths, q, k and v change in place."""
-    check_select(q, k, thumbnail, lengths, scale, backend)
+    check_select(q, k, thumbnail, starts, lengths, scale, backend, block_table)
     check_rule(delta, sink_pages, local_pages, pseudo_max)
     check_tensors(q, k, v, None, None, starts, lengths, block_table)
     check_numbers(k, thumbnail.page_size, scale, paged=block_table is not None)
     check_backend(backend, q, v)
     if residual is not None:
-        check_residual(thumbnail, residual, backend)
+        check_refined(thumbnail, residual, backend)
     rule: dict[str, Any] = {
         "delta": delta,
         "sink_pages": sink_pages,
@@ -245,7 +254,14 @@ def ffd_step(
 
 
 def check_select(
-    q: Tensor, k: Tensor, thumbnail: Thumbnail, lengths: Tensor, scale: float, backend: str
+    q: Tensor,
+    k: Tensor,
+    thumbnail: Thumbnail,
+    starts: Tensor | None,
+    lengths: Tensor,
+    scale: float,
+    backend: str,
+    block_table: Tensor | None,
 ) -> None:
     check_query(q, thumbnail, scale)
     check_keys(k, thumbnail)
@@ -253,20 +269,17 @@ def check_select(
         raise ValueError(
             f"lengths must be int32 [{len(q)}], got {lengths.dtype} {list(lengths.shape)}"
         )
+    check_cache(thumbnail, k, starts, lengths, block_table, extent_of(k, block_table))
     check_thumbnail_backend(backend, q, thumbnail.page_size)
 
 
-def check_residual(thumbnail: Thumbnail, residual: Residual, backend: str) -> None:
+def check_refined(thumbnail: Thumbnail, residual: Residual, backend: str) -> None:
     if backend == "triton" and thumbnail.rule == "channel" and thumbnail.page_size < MIN_TILE:
         raise ValueError(
             f"backend 'triton' attends by residual under rule channel with pages of {MIN_TILE} "
             f"tokens or more, got {thumbnail.page_size}; use backend 'torch'"
         )
-    if residual.codes.shape != (*thumbnail.codes.shape[:3], thumbnail.head_dim):
-        raise ValueError(
-            f"residual must be of the thumbnail's {list(thumbnail.codes.shape[:3])} tokens, got "
-            f"{list(residual.codes.shape)}"
-        )
+    check_residual(thumbnail, residual)
 
 
 def check_rule(delta: float, sink_pages: int, local_pages: int, pseudo_max: str) -> None:

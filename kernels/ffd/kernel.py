@@ -9,6 +9,7 @@ import triton.language as tl
 
 from sparse_eval.kernels.sparse_decode.kernel import locate, pdl_launch, pdl_wait
 from sparse_eval.kernels.thumbnail.kernel import (
+    SLACK_ROUNDING,
     load_planes,
     page_integers,
     pages_scores,
@@ -16,6 +17,7 @@ from sparse_eval.kernels.thumbnail.kernel import (
     score_keys,
     sum_query,
     sum_threshold,
+    sums_error,
     token_sums,
 )
 
@@ -88,6 +90,7 @@ def scan_kernel(
     start = (row * 0).to(tl.int32)
     if starts_ptr is not None:
         start = tl.load(starts_ptr + row)
+    length = tl.maximum(tl.minimum(length, num_tokens - start), 0)
     num_visible = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
     num_full = tl.minimum(length // PAGE_SIZE, num_pages)
     cache = row * codes_batch + kv_head
@@ -124,7 +127,7 @@ def scan_kernel(
     size = tl.abs(scale)
     slack = tl.zeros([BLOCK_H], tl.float32)
     if EXACT:
-        slack += planes_norm(planes, BITS, 0) * size * reach
+        slack += planes_norm(planes, BITS, 0) * size * (reach * SLACK_ROUNDING)
     if not CHANNEL:
         sums = sum_query(planes, BITS)
 
@@ -140,8 +143,7 @@ def scan_kernel(
             mask=(offs_d < D)[:, None] & mask_h[None, :],
             other=0.0,
         )
-        live = tl.minimum(length, num_tokens - start)
-        lists = (None, table_ptr, start, live, 0)
+        lists = (None, table_ptr, start, length, 0)
         keys = (k_ptr, lists, (stride_kb, stride_kn, stride_kd), q)
 
     pseudo_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -157,7 +159,7 @@ def scan_kernel(
                 *(position, mask_F, keys, scale, D, PAGE_SIZE, BLOCK_SIZE),
                 *(INTERPRET, BLOCK_D, BLOCK_F),
             )
-            s = tl.where((mask_F & (position < live))[:, None], s, float("-inf"))
+            s = tl.where((mask_F & (position < length))[:, None], s, float("-inf"))
         elif CHANNEL:
             x_F, _, mask_F = forced_keys(at, places, cached, C, PAGE_SIZE, BLOCK_C, BLOCK_F)
             page = tl.where(at < sinks, at, at - sinks + first_local * PAGE_SIZE) // PAGE_SIZE
@@ -189,7 +191,7 @@ def scan_kernel(
     pages = (num_visible, num_full, sink_pages, first_local, flags_ptr)
     # Steps are loaded a tile ahead: the pipeline holds only what enters a product.
     if CHANNEL:
-        query = (planes, size, size * reach, threshold)
+        query = (planes, size, size * (reach * SLACK_ROUNDING), threshold)
         s0, s1, s2, s3 = page_steps(tile, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
         if INTERPRET:  # run-time bounds of `for` need Triton 3.9 there
             at_tile = tile
@@ -197,7 +199,7 @@ def scan_kernel(
                 steps = (s0, s1, s2, s3)
                 s0, s1, s2, s3 = page_steps(at_tile + 1, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
                 count += scan_pages(
-                    *(at_tile, steps, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
+                    *(at_tile, steps, query, cached, pages, D, C, BITS, PAGE_SIZE, EXACT, WHOLE),
                     *(INTERPRET, BLOCK_C, BLOCK_H, TILE_PAGES),
                 )
                 at_tile += 1
@@ -206,13 +208,14 @@ def scan_kernel(
                 steps = (s0, s1, s2, s3)
                 s0, s1, s2, s3 = page_steps(i + 1, cached, D, C, BITS, TILE_PAGES, BLOCK_C)
                 count += scan_pages(
-                    *(i, steps, query, cached, pages, C, BITS, PAGE_SIZE, EXACT, WHOLE),
+                    *(i, steps, query, cached, pages, D, C, BITS, PAGE_SIZE, EXACT, WHOLE),
                     *(INTERPRET, BLOCK_C, BLOCK_H, TILE_PAGES),
                 )
     else:
         least = sum_threshold(threshold, sums[4] * size)
         if EXACT:
             slack = slack / tl.where(sums[4] * size > 0.0, sums[4] * size, 1.0)
+            slack += sums_error(D, BITS)
         query = (sums, slack, least)  # type: ignore[assignment]
         if INTERPRET:
             at_tile = tile
@@ -408,6 +411,7 @@ def scan_pages(
     query,
     cached,
     pages,
+    D: tl.constexpr,
     C: tl.constexpr,
     BITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -431,7 +435,7 @@ def scan_pages(
         mask = (offs_p < num_full - tile * TILE_PAGES)[:, None] & (offs_c < C)[None, :]
         x = tl.load(x_ptrs, mask=mask[:, None, :], other=0)
     planes, scale, width, threshold = query
-    s = pages_scores(x, planes, steps, scale, width, BITS, EXACT, INTERPRET)
+    s = pages_scores(x, planes, steps, scale, width, D, BITS, EXACT, INTERPRET)
     above = tl.reshape(s - threshold[None, None, :], [TILE_PAGES, PAGE_SIZE * BLOCK_H])
     return flag_pages(tile, tl.max(above, 1) >= 0, pages, TILE_PAGES)
 
@@ -462,7 +466,8 @@ def exact_scores(
     BLOCK_D: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """scale · q·k of the keys at these positions, [BLOCK_F, heads]; anything outside the mask."""
+    """scale · q·k of the keys at these positions, less what float32 can have added:
+    [BLOCK_F, heads]; anything outside the mask."""
     k_ptr, lists, strides, q = keys
     stride_kb, stride_kn, stride_kd = strides
     offs_d = tl.arange(0, BLOCK_D)
@@ -475,4 +480,6 @@ def exact_scores(
     if INTERPRET:
         k = k.to(tl.float32)
         q = q.to(tl.float32)
-    return tl.dot(k, q, input_precision="ieee") * scale
+    largest = tl.max(tl.abs(k.to(tl.float32)), 1) * (D * 2.0**-22)
+    error = largest[:, None] * (tl.sum(tl.abs(q.to(tl.float32)), 0) * tl.abs(scale))[None, :]
+    return tl.dot(k, q, input_precision="ieee") * scale - error

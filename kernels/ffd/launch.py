@@ -19,6 +19,7 @@ from sparse_eval.kernels.sparse_decode.launch import (
     multiprocessors,
 )
 from sparse_eval.kernels.thumbnail import Residual, Thumbnail
+from sparse_eval.kernels.thumbnail.format import extent_of
 from sparse_eval.kernels.thumbnail.launch import form_of, pack_triton, tile_of
 
 MAX_PROGRAMS = 1024
@@ -57,6 +58,8 @@ def ffd_select_triton(
     block_n, num_warps = block_n or plan.block_n, num_warps or plan.num_warps
     num_blocks = num_blocks or blocks_of(t, rows * kv_heads, q.device, block_n)
     forced = (sink_pages + local_pages) * t.page_size
+    # rounded to float32 it is not to be less
+    delta = float(delta) * (1 + 2**-22 if pseudo_max == "exact" else 1)
     table = None if block_table is None else block_table.expand(rows, -1).contiguous()
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -71,8 +74,8 @@ def ffd_select_triton(
     with torch.cuda.device_of(q):
         scan_kernel[(num_blocks, kv_heads, rows)](
             *(q, t.codes, t.step, k, None if starts is None else starts.contiguous(), lengths),
-            *(table, flags, sums, pages, counts, float(scale), float(delta), t.reach, t.num_pages),
-            k.shape[2] * (1 if table is None else table.shape[1]),
+            *(table, flags, sums, pages, counts, float(scale), delta, t.reach, t.num_pages),
+            extent_of(k, table),
             *(heads // kv_heads, sink_pages, local_pages),
             0 if table is None else table.stride(0),
             *q.stride(),
@@ -252,7 +255,7 @@ def lists_decode_triton(
             *(None if residual is None else residual.codes, pages.contiguous(), counts),
             *(None if starts is None else starts.contiguous(), lengths.contiguous(), table),
             *(acc, m, l, float(scale), 0.0 if residual is None else residual.unit),
-            k.shape[2] * (1 if table is None else table.shape[1]),
+            extent_of(k, table),
             *(0 if t is None else t.num_pages, pages.shape[2], lists, kv_heads, group_size),
             0 if table is None else table.shape[1],
             *(*q.stride(), *batch_strides(k, table), *batch_strides(v, table)),

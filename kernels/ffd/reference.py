@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from sparse_eval.kernels.thumbnail.format import Residual, Thumbnail
-from sparse_eval.kernels.thumbnail.reference import unpack_reference, unpack_residual_reference
+from sparse_eval.kernels.thumbnail.reference import (
+    live_lengths,
+    unpack_reference,
+    unpack_residual_reference,
+)
 
 
 def ffd_select_reference(
@@ -68,6 +72,7 @@ def refined_keys(
     token = torch.arange(k_BGND.shape[2], device=k_BGND.device)
     position_BN = token - (0 if starts_B is None else starts_B.long()[:, None])
     position_BN = position_BN.expand(len(lengths_B), -1)
+    lengths_B = live_lengths(lengths_B, starts_B, len(token))
     full_B1 = (lengths_B.long() // thumbnail.page_size * thumbnail.page_size)[:, None]
     is_packed = (position_BN >= 0) & (position_BN < full_B1.clamp_max(thumbnail.num_tokens))
     index = position_BN.clamp(0, thumbnail.num_tokens - 1)[:, None, :, None]

@@ -16,6 +16,7 @@ from sparse_eval.kernels.thumbnail.format import (
     Residual,
     Thumbnail,
     can_use_triton,
+    extent_of,
     unit_of,
 )
 
@@ -34,7 +35,8 @@ def pack_thumbnail(
 
     rule: a step per token and KV head ("token"), or per channel and page ("channel"); step =
     coverage · largest magnitude / 2^(bits-1), rounded up in k's dtype. capacity: tokens to make
-    room for, N if None; pages that are not packed hold zeros.
+    room for, N if None; pages that are not packed hold zeros. A NaN
+    coordinate makes its step NaN; the kernel passes over it and gives it the lowest level.
     Raises ValueError on wrong arguments."""
     check_format(k, page_size, bits, rule, coverage)
     check_thumbnail_backend(backend, k[0], page_size)
@@ -105,22 +107,31 @@ def extend_thumbnail(
     fresh: only where the row's newest token has filled it, which is enough once per new token.
 
     k, starts, lengths, block_table as in sparse_decode; rows without a full page are left alone.
-    Page p of row b is [starts + p · page_size, …), so a thumbnail's token 0 is a row's first."""
+    Page p of row b is [starts + p · page_size, …), so a thumbnail's token 0 is a row's first. A
+    length beyond the cache's extent counts as its end. Raises ValueError on wrong arguments."""
     check_keys(k, thumbnail)
     check_thumbnail_backend(backend, k[0], thumbnail.page_size)
+    full = extent_of(k, block_table) // thumbnail.page_size * thumbnail.page_size
+    check_cache(thumbnail, k, starts, lengths, block_table, full)
+    if residual is not None:
+        check_residual(thumbnail, residual)
     if backend == "triton":
         from sparse_eval.kernels.thumbnail.launch import pack_triton
 
         pack_triton(thumbnail, residual, k, starts, lengths, block_table, fresh=fresh)
         return
     codes = None if residual is None else residual.codes
+    lengths = reference.live_lengths(lengths, starts, extent_of(k, block_table))
     reference.extend_reference(
         *(thumbnail, codes, unit_of(thumbnail), k, starts, lengths, block_table, fresh)
     )
 
 
 def unpack(thumbnail: Thumbnail) -> Tensor:
-    """The levels that the codes stand for: [B, G, N, D] in float32 (float64 for float64 keys)."""
+    """The levels that the codes stand for: [B, G, N, D] in float32 (float64 for float64 keys).
+
+    Packed again they give the same levels, up to a step's rounding, where coverage is
+    2^(bits-1) / (2^(bits-1) - ½), and at coverage 1 the same codes, of smaller steps."""
     return reference.unpack_reference(thumbnail)
 
 
@@ -134,7 +145,8 @@ def thumbnail_scores(
 ) -> Tensor:
     """scale · q·k_quant per query head and token of capacity: [B, H, N] float32.
 
-    q: [B, H, D]; the thumbnail's batch is B or 1. What is not packed scores 0: mask it."""
+    q: [B, H, D]; the thumbnail's batch is B or 1. What is not packed scores 0: mask it. backend
+    torch gives float64 for float64 keys; triton rounds the query to 15 bits of a power of two."""
     check_query(q, thumbnail, scale)
     check_thumbnail_backend(backend, q, thumbnail.page_size)
     if backend == "triton":
@@ -145,7 +157,8 @@ def thumbnail_scores(
 
 
 def score_error_bound(q: Tensor, thumbnail: Thumbnail, scale: float) -> Tensor:
-    """At least |scale · q·k - score| of each head and token: [B, H, N] float32.
+    """At least |scale · q·k - score| of each head and token: [B, H, N] float32 (float64 for
+    float64 keys), the score being backend torch's, its rounding included.
 
     The L1 norm of q times the largest error of a coordinate (rule channel: channel by channel)."""
     check_query(q, thumbnail, scale)
@@ -155,7 +168,7 @@ def score_error_bound(q: Tensor, thumbnail: Thumbnail, scale: float) -> Tensor:
 def check_format(k: Tensor, page_size: int, bits: int, rule: str, coverage: float) -> None:
     if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1:
         raise ValueError(f"page_size must be an integer >= 1, got {page_size!r}")
-    if isinstance(bits, bool) or bits not in BITS:
+    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in BITS:
         raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
@@ -178,6 +191,76 @@ def check_keys(k: Tensor, thumbnail: Thumbnail) -> None:
         raise ValueError(
             f"k must be {thumbnail.step.dtype} [.., {wanted[0]}, .., {wanted[1]}] as the thumbnail "
             f"is, got {k.dtype} {list(k.shape)}"
+        )
+
+
+def check_cache(
+    thumbnail: Thumbnail,
+    k: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor,
+    block_table: Tensor | None,
+    room: int,
+) -> None:
+    """Rows, and a thumbnail of at least `room` tokens; shapes alone, never a value."""
+    if lengths.dim() != 1:
+        raise ValueError(f"lengths must be int32 [B], got {lengths.dtype} {list(lengths.shape)}")
+    rows = len(lengths)
+    for name, x in (("lengths", lengths), ("starts", starts)):
+        if x is not None and (x.dtype != torch.int32 or x.shape != (rows,)):
+            raise ValueError(f"{name} must be int32 [{rows}], got {x.dtype} {list(x.shape)}")
+    if block_table is None:
+        if len(k) not in (1, rows):
+            raise ValueError(f"k must have batch {rows} (of lengths) or 1, got {len(k)}")
+    else:
+        if block_table.dtype != torch.int32 or block_table.dim() != 2:
+            raise ValueError(
+                f"block_table must be int32 [{rows} or 1, blocks], got {block_table.dtype} "
+                f"{list(block_table.shape)}"
+            )
+        if len(block_table) not in (1, rows):
+            raise ValueError(f"block_table must have batch {rows} or 1, got {len(block_table)}")
+        if k.shape[2] % thumbnail.page_size:
+            raise ValueError(
+                f"block_size {k.shape[2]} must be a multiple of page_size {thumbnail.page_size}"
+            )
+    if len(thumbnail.codes) not in (1, rows):
+        raise ValueError(
+            f"the thumbnail must have batch {rows} (of lengths) or 1, got {len(thumbnail.codes)}"
+        )
+    if thumbnail.num_tokens < room:
+        raise ValueError(
+            f"the thumbnail must have room for {room} tokens or more, which the cache of "
+            f"{extent_of(k, block_table)} may hold, got a capacity of {thumbnail.num_tokens}"
+        )
+    for name, x in (
+        ("k", k),
+        ("starts", starts),
+        ("lengths", lengths),
+        ("block_table", block_table),
+    ):
+        if x is not None and x.device != thumbnail.codes.device:
+            raise ValueError(
+                f"{name} must be on the thumbnail's device {thumbnail.codes.device}, got {x.device}"
+            )
+
+
+def check_residual(thumbnail: Thumbnail, residual: Residual) -> None:
+    shape = (*thumbnail.codes.shape[:3], thumbnail.head_dim)
+    if residual.codes.shape != shape or residual.codes.dtype != torch.uint8:
+        raise ValueError(
+            f"residual must be the thumbnail's, uint8 {list(shape)}, got {residual.codes.dtype} "
+            f"{list(residual.codes.shape)}"
+        )
+    if residual.unit != unit_of(thumbnail):
+        raise ValueError(
+            f"residual must be the thumbnail's, of unit {unit_of(thumbnail):g} (bits and coverage "
+            f"set it), got {residual.unit:g}"
+        )
+    if residual.codes.device != thumbnail.codes.device:
+        raise ValueError(
+            f"residual must be on the thumbnail's device {thumbnail.codes.device}, got "
+            f"{residual.codes.device}"
         )
 
 

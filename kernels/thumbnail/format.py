@@ -1,7 +1,8 @@
 """The format of a thumbnail: 2- or 4-bit keys with their steps, and the 8-bit residual on top.
 
-A code c of `bits` bits stands for the level (c + ½ - 2^(bits-1)) · step: symmetric and free of
-zero, so that small coordinates keep their sign. A residual's code r stands for
+A code c of `bits` bits stands for the level (c + ½ - 2^(bits-1)) · step: free of zero, so that
+small coordinates keep their sign, and symmetric but on the borders of cells, which are the upper
+cell's (0 is +½ step). A residual's code r stands for
 (r + ½ - 128) · residual step. Shapes: see sparse_eval.core; C = D · bits / 8 bytes a key.
 """
 
@@ -77,6 +78,11 @@ class Residual:
 def unit_of(thumbnail: Thumbnail) -> float:
     """The residual's step in thumbnail steps."""
     return thumbnail.reach / 128
+
+
+def extent_of(k: Tensor, block_table: Tensor | None) -> int:
+    """Tokens that a row of the cache has room for."""
+    return k.shape[2] * (1 if block_table is None else block_table.shape[1])
 
 
 def can_use_triton(page_size: int) -> bool:

@@ -14,6 +14,8 @@ from sparse_eval.kernels.sparse_decode.kernel import locate, pdl_launch, pdl_wai
 # Added to a small float, it leaves the nearest integer in the low bits: 1.5 · 2^23.
 ROUND = tl.constexpr(12582912.0)
 ROUND_BITS = tl.constexpr(0x4B400000)
+# More than float32 loses of a sum of up to 256 magnitudes.
+SLACK_ROUNDING = tl.constexpr(1 + 2.0**-14)
 
 
 @triton.jit
@@ -249,6 +251,16 @@ def token_sums(x, query, BITS: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def sums_error(D: tl.constexpr, BITS: tl.constexpr):
+    """At least what token_sums is off by, in its units: 1/16 of sum_query's integers' unit.
+
+    Each integer is off by half a unit (where it has 13 bits by two) and meets the outermost level
+    at most; 512 is more than float32 loses of the sum."""
+    each: tl.constexpr = 1.5 * (0.5 + 2) / 2 if BITS == 2 else 7.5 * 0.5
+    return D * each * 16 + 512
+
+
+@triton.jit
 def sum_threshold(threshold, unit):
     """A score's threshold in units of token_sums times step, a little lower: a score at the
     threshold is kept, and the difference is to be negative there."""
@@ -277,6 +289,7 @@ def pages_scores(
     steps,  # by plane, [pages, C]
     scale,
     width,  # |scale| · reach, where scores are raised by their error bound
+    D: tl.constexpr,
     BITS: tl.constexpr,
     RAISE: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -294,8 +307,9 @@ def pages_scores(
     products = code_products(x, high, low, BITS, INTERPRET).to(tl.float32)
     factor = unit * scale  # [pages, heads]
     offset = total * (0.5 - (1 << (BITS - 1))) * factor
-    if RAISE:
+    if RAISE:  # a half unit of each integer times the outermost level; 32: float32's sums
         offset += planes_norm(scaled, BITS, 1) * width
+        offset += factor * (D * 0.5 * ((1 << (BITS - 1)) - 0.5) + 32)
     return products * factor[:, None, :] + offset[:, None, :]
 
 
@@ -357,7 +371,7 @@ def score_kernel(
     tl.store(out_ptr + offs_n[:, None], s, mask=mask_n[:, None] & mask_h[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_page", "num_cleared", "codes_batch"])
+@triton.jit(do_not_specialize=["num_tokens", "extent", "first_page", "num_cleared", "codes_batch"])
 def pack_kernel(
     k_ptr,  # [batch or block, G, token, D]
     starts_ptr,  # [B], None = 0
@@ -370,6 +384,7 @@ def pack_kernel(
     coverage,  # of the largest magnitude, over 2^(BITS - 1)
     unit,
     num_tokens,
+    extent,  # of k
     first_page,
     num_cleared,
     stride_tb,
@@ -404,8 +419,11 @@ def pack_kernel(
             tl.store(cleared_ptr + offs, 0, mask=offs < num_cleared)
             at += 256
     length = num_tokens
+    start = 0
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + row)
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + row)
+        length = tl.minimum(tl.load(lengths_ptr + row), extent - start)
         page = length // PAGE_SIZE - 1
         if FRESH:
             page = tl.where(length % PAGE_SIZE == 0, page, -1)
@@ -415,9 +433,6 @@ def pack_kernel(
     else:
         table_ptr += row * stride_tb
     if page >= 0:
-        start = 0
-        if starts_ptr is not None:
-            start = tl.load(starts_ptr + row)
         offs_t = tl.arange(0, BLOCK_TOKENS)
         offs_c = tl.arange(0, BLOCK_C)
         first = page * PAGE_SIZE

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparse_eval.kernels.sparse_decode.kernel import INTERPRETED
 from sparse_eval.kernels.sparse_decode.launch import can_overlap_launches
-from sparse_eval.kernels.thumbnail.format import Residual, Thumbnail, unit_of
+from sparse_eval.kernels.thumbnail.format import Residual, Thumbnail, extent_of, unit_of
 from sparse_eval.kernels.thumbnail.kernel import pack_kernel, score_kernel
 
 
@@ -39,7 +39,8 @@ def pack_triton(
         pack_kernel[(rows, k.shape[1], num_pages)](
             *(k, starts, lengths, None if block_table is None else block_table.contiguous()),
             *(t.codes, t.step, None if residual is None else residual.codes, cleared),
-            *(t.coverage / 2 ** (t.bits - 1), unit_of(t), t.num_tokens, 0),
+            *(t.coverage / 2 ** (t.bits - 1), unit_of(t), t.num_tokens),
+            *(extent_of(k, block_table), 0),
             0 if cleared is None else cleared.shape[2],
             0 if block_table is None or len(block_table) == 1 else block_table.shape[1],
             *(0 if is_shared else k.stride(0), *k.stride()[1:]),

@@ -82,9 +82,11 @@ def bound_reference(q_BHD: Tensor, thumbnail: Thumbnail, scale: float) -> Tensor
     """The most by which a score can miss scale · q·k: [B, H, N]."""
     step = thumbnail.step
     dtype = torch.promote_types(step.dtype, torch.float32)
-    width = abs(scale) * thumbnail.reach
+    # a score of D products is off by this much more, in steps of its key
+    lost = (q_BHD.shape[2] + 8) * torch.finfo(dtype).eps
+    width = abs(scale) * (thumbnail.reach * (1 + lost) + 2 ** (thumbnail.bits - 1) * lost)
     if thumbnail.rule == "channel":
-        per_page = per_token(q_BHD.abs(), step.to(dtype))
+        per_page = per_token(q_BHD.abs(), step.to(dtype))  # [B, H, P]
         return width * per_page.repeat_interleave(thumbnail.page_size, -1)
     norm = q_BHD.to(dtype).abs().sum(-1)[..., None]  # [B, H, 1]
     group_size = q_BHD.shape[1] // step.shape[1]
@@ -95,6 +97,12 @@ def per_token(q_BHD: Tensor, x_BGND: Tensor) -> Tensor:
     """q·x of each head with its KV head's x, whose batch may be 1: [B, H, N]."""
     q = q_BHD.to(x_BGND.dtype).unflatten(1, (x_BGND.shape[1], -1))  # [B, G, M, D]
     return (q @ x_BGND.mT).flatten(1, 2)
+
+
+def live_lengths(lengths_B: Tensor, starts_B: Tensor | None, extent: int) -> Tensor:
+    """lengths_B cut at the end of a cache of `extent` tokens, int64."""
+    room = extent - (torch.zeros_like(lengths_B) if starts_B is None else starts_B).long()
+    return torch.minimum(lengths_B.long(), room).clamp_min(0)
 
 
 def extend_reference(

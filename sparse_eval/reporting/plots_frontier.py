@@ -80,7 +80,8 @@ def draw_curves(axes: Axes, table: pd.DataFrame, x: str, y: str) -> None:
     best_first = table.groupby("policy")["recall"].mean().sort_values(ascending=False).index
     for policy in best_first:
         line = table[table["policy"] == policy].sort_values(x)
-        line = line[line[y] > 0] if y == "lse_error" else line  # a log scale has no zero
+        if y == "lse_error":  # a log scale has no zero
+            line = line.assign(**{y: line[y].where(line[y] > 0)})
         errors = [0 if math.isnan(e) else e for e in line[f"{y}_se"]]
         bars = errors if any(errors) else None
         axes.errorbar(line[x], line[y], yerr=bars, **line_style(policy, line))

@@ -74,7 +74,18 @@ def read_axis(axes: Axes, least: float) -> None:
 
 
 def log_axis(axes: Axes) -> None:
-    """Log scale whose ticks are plain numbers: 0.5, 1, 2, 5, …"""
+    """Log scale whose ticks are plain numbers: 0.5, 1, 2, 5, …; for what is drawn already. Where
+    nothing of it is above 0, which has no logarithm, the scale stays and a word says so."""
+    if not math.isfinite(axes.dataLim.minposy):
+        word = axes.text(
+            *(0.5, 0.5, "nothing above 0 to draw"),
+            transform=axes.transAxes,
+            ha="center",
+            color=MUTED,
+        )
+        word.set_in_layout(False)  # or its width would take the panels' room
+        axes.set_yticks([])
+        return
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
