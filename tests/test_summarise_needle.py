@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pandas as pd
 import pytest
@@ -176,6 +177,33 @@ def test_noise_floor_and_hits():
     hits = hit_table(rows)
     assert set(hits["kv_head"]) == {0, 1, 2} and hits["layer"].nunique() == 28
     assert len(hits) == 9 * 28 * 3
+
+
+def test_wide_tables_are_in_one_piece(tmp_path):
+    """Rows of several tasks have over a hundred columns, from which on pandas warns of pieces."""
+    rows = needle_run(n=1, depths=[0.5], budgets=[96], policies=["quest"])
+    wide = [row | {f"column {i}": 0.0 for i in range(120)} for row in rows]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.PerformanceWarning)
+        table = frame_of(wide)
+        table["one more"] = 1.0
+        (part,) = split_needle(table).values()
+        hit_table(table)
+    assert len(part) == 2
+
+
+def test_pictures_of_a_setting_are_of_its_own_cells_under_its_labels():
+    rows = pd.DataFrame(
+        needle_run(n=1, depths=[0.5], budgets=[96], policies=["quest"])
+        + [
+            row | {"protocol": "question", "cell_key": row["cell_key"] + "q"}
+            for row in needle_run()
+        ]
+    )
+    part = next(iter(split_needle(rows).values()))
+    layers = plots_needle.layers_of(frame_of(rows), part.assign(policy=part["policy"] + ":a=1"))
+    assert set(layers["protocol"]) == {"decode"}
+    assert set(layers["policy"]) == {"full:a=1", "quest:a=1"}
 
 
 def test_depths_by_hand():

@@ -50,7 +50,7 @@ OUTCOME_COLOURS = {
 def needle_pictures(
     rows: pd.DataFrame, answers: pd.DataFrame, folder: Path, end: str
 ) -> list[Path]:
-    """Every picture of one setting, one set per kind. rows: all needle rows of the setting;
+    """Every picture of one setting, one set per kind. rows: needle rows, of any setting;
     answers: those of whole answers, as split_needle gives them. end: of the files' names."""
     pictures = []
     for kind, part in measured(answers).groupby("needle_kind", sort=False):
@@ -62,9 +62,16 @@ def needle_pictures(
             name = tail if only else f"{context}_{tail}"
             pictures.append(needle_curve(here, folder / f"needle_read_{name}"))
             pictures.append(needle_outcomes(here, folder / f"needle_outcomes_{name}"))
-            layers = rows[(rows["needle_kind"] == kind) & (rows["context"] == context)]
+            layers = layers_of(rows, here)
             pictures.append(needle_hits(layers, here, folder / f"needle_hits_{name}"))
     return pictures
+
+
+def layers_of(rows: pd.DataFrame, answers: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the same cells as these answers', each under its answer's label."""
+    labels = answers.drop_duplicates("cell_key").set_index("cell_key")["policy"]
+    mine = rows[rows["cell_key"].isin(labels.index)]
+    return mine.assign(policy=mine["cell_key"].map(labels))
 
 
 def needle_heatmap(answers: pd.DataFrame, path: Path | str, *, gate_ran: bool = True) -> Path:

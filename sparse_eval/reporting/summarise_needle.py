@@ -174,13 +174,13 @@ def hit_table(rows: pd.DataFrame) -> pd.DataFrame:
     rows = frame_of(rows)
     rows = rows[(rows["task"] == "needle") & rows["layer"].notna() & (rows["role"] == "measured")]
     rows = rows.assign(policy=distinct_labels(rows))
-    heads = rows.assign(
+    heads = rows[[*GRID, *CELL, "layer", "page_hit_chance"]].assign(
         kv_head=rows["page_hit_heads"].map(lambda hits: range(len(hits))),
         hit=rows["page_hit_heads"],
-    ).explode(["kv_head", "hit"])
-    keys = [*GRID, *CELL, "layer", "kv_head"]
-    heads = heads.astype({"hit": float})
+    )
+    heads = heads.explode(["kv_head", "hit"]).astype({"hit": float})
     heads["above_half"] = heads["hit"] > 0.5
+    keys = [*GRID, *CELL, "layer", "kv_head"]
     grouped = heads.groupby(keys, dropna=False, sort=False)
     return grouped[["hit", "page_hit_chance", "above_half"]].mean().reset_index()
 
