@@ -170,6 +170,18 @@ def test_the_command_prints_both_axes_and_the_sentence(tmp_path, capsys, monkeyp
     assert len(pd.read_csv(table)) == 2 * 2 * 3
 
 
+def test_what_was_not_measured_says_why(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "make_console", lambda: Console(width=150))
+    write_parquet(pd.concat([BOTH, adaptive_rows("ffd", 0.9, 0.4)]), tmp_path / "rows.parquet")
+    assert command.main([str(tmp_path), "--at", "0.05,0.125,0.6"]) == 0
+    said = capsys.readouterr().out
+    tokens, in_bytes = said.split("recall at equal bytes")
+    (ffd,) = [line for line in tokens.splitlines() if "ffd" in line]
+    assert ffd.count("reads ≥ 40.0%") == 2 and ffd.count("reads ≤ 40.0%") == 1
+    (oracle,) = [line for line in in_bytes.splitlines() if "oracle" in line]
+    assert oracle.count("unknown") == 3 and "12.5%" in tokens and "in brackets" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -217,10 +217,11 @@ def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> 
     for axes, (policy, part) in zip(grid[:, 0], panels, strict=True):
         heat = part.pivot(index="kv_head", columns="layer", values="hit")
         image = axes.imshow(heat.to_numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=1)
-        line = {"budget_tokens": part["budget_tokens"].iloc[0], "density": float(read[policy])}
-        unit = "" if pd.isna(line["budget_tokens"]) else " tokens"
+        own = part["budget_tokens"].iloc[0]
+        adaptive = with_read(str(policy), float(read[policy]))
+        name = adaptive if pd.isna(own) else f"{policy}, {own:,.0f} tokens"
         axes.set_title(
-            f"{policy}, {budget_of(line)}{unit}: {part['hit'].mean():.1%} of reads, "
+            f"{name}: {part['hit'].mean():.1%} of reads, "
             f"chance {part['page_hit_chance'].mean():.1%}; "
             f"{part['above_half'].sum():.1f} of {len(part)} heads above one half",
             loc="left",
