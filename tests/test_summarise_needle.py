@@ -134,7 +134,7 @@ def test_the_picture_counts_heads_as_the_table_does():
 
 def test_an_adaptive_policy_is_labelled_by_what_it_reads(monkeypatch, tmp_path):
     figures = []
-    monkeypatch.setattr(plots_needle, "save", lambda figure, path: figures.append(figure) or path)
+    monkeypatch.setattr(plots_needle, "save", lambda figure, path: figures.append(figure))
     rows = frame_of(needle_run(n=1, budgets=[96], policies=["quest", "window"]))
     is_ours = rows["policy"] == "window"
     rows.loc[is_ours, ["budget_tokens", "adaptive", "density"]] = [NAN, True, 0.183]

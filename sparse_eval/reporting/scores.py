@@ -58,10 +58,17 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     if half == 0:  # no spread says nothing of the spread: the rule of three, for scores in [0, 1]
         half = min(1.0, 3 / found.n) if is_share else NAN
     half_90 = half * narrower_by(found.n)
-    ends = [found.mean - half, found.mean + half, found.mean - half_90, found.mean + half_90]
-    if is_share:
-        ends = [end if math.isnan(end) else min(1.0, max(-1.0, end)) for end in ends]
-    return Difference(found.n, found.mean, *ends, found.p, NAN)
+    least, most = (-1.0, 1.0) if is_share else (-math.inf, math.inf)
+    low, high, low_90, high_90 = (
+        end if math.isnan(end) else min(most, max(least, end))
+        for end in (
+            found.mean - half,
+            found.mean + half,
+            found.mean - half_90,
+            found.mean + half_90,
+        )
+    )
+    return Difference(found.n, found.mean, low, high, low_90, high_90, found.p, NAN)
 
 
 def narrower_by(n: int) -> float:
