@@ -218,7 +218,7 @@ def notes_on_budgets(settings: Settings) -> list[str]:
     read = f"{longest} tokens" + (f" and its {steps} decode steps" if steps else "")
     return [
         f"[yellow]note:[/yellow] budget={asked} covers the context of {read}: every "
-        "policy reads everything there, as policy=full does"
+        "policy that has a budget reads everything there, as policy=full does"
         for asked in settings.budgets_asked
         if resolve_budget(asked, longest) >= longest + steps
     ]

@@ -35,9 +35,10 @@ def can_pass(config: GateConfig) -> bool:
 
 def not_run_line(config: GateConfig) -> str:
     """Why the gate is not run, where it cannot pass."""
+    samples = f"{config.n} gate sample" + ("" if config.n == 1 else "s")
     return (
-        f"{config.n} gate samples cannot show dense accuracy of {config.dense_min:g} even if all "
-        "are right: the gate is not run and nothing is ranked"
+        f"{samples} cannot show dense accuracy of {config.dense_min:g} even if all are right: the "
+        "gate is not run and nothing is ranked"
     )
 
 
