@@ -19,6 +19,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from sparse_eval.budgets import resolve_budget
 from sparse_eval.cli.compose import Checked, Composer
 from sparse_eval.cli.config import Settings
 from sparse_eval.cli.failure import (
@@ -34,6 +35,7 @@ from sparse_eval.cli.settings import resolve
 from sparse_eval.core import Row
 from sparse_eval.device import describe_device, describe_dtype, peak_memory_bytes
 from sparse_eval.models import model_info
+from sparse_eval.needle.config import needle_config
 from sparse_eval.parts import Parts, config_record, parts_of
 from sparse_eval.provenance import provenance
 from sparse_eval.results import write_parquet, write_summary
@@ -208,17 +210,36 @@ def announce(settings: Settings, progress: Progress) -> None:
 
 
 def notes_on_budgets(settings: Settings) -> list[str]:
-    """Budgets that leave nothing to choose."""
+    """Budgets that leave nothing to choose: those that hold the prompt and every decode step."""
     task = settings.task
     if task["name"] == "latency" or all(n.policy.adaptive for n in settings.policies):
         return []
-    longest = max(task.get("contexts") or [settings.context])
+    longest, steps = longest_prompt(settings)
+    read = f"{longest} tokens" + (f" and its {steps} decode steps" if steps else "")
     return [
-        f"[yellow]note:[/yellow] budget={asked} covers the context of {longest} tokens: every "
-        "policy reads everything there, as policy=full does"
+        f"[yellow]note:[/yellow] budget={asked} covers the context of {read}: every "
+        "policy that has a budget reads everything there, as policy=full does"
         for asked in settings.budgets_asked
-        if isinstance(asked, int) and asked >= longest
+        if resolve_budget(asked, longest) >= longest + steps
     ]
+
+
+def longest_prompt(settings: Settings) -> tuple[int, int]:
+    """Tokens of the longest prompt, and the decode steps that its cache grows by at most. Those of
+    task=lm_eval come with their documents: prompt and answer fill its max_length at most."""
+    task = settings.task
+    if task["name"] == "lm_eval":
+        most = [n for n in (task["max_length"], model_info(settings.model).max_context) if n]
+        return max(settings.context, min(most, default=2**31)), 0
+    if task["name"] != "needle":
+        return settings.context, task.get("steps", 0)
+    needle = needle_config(
+        task,
+        context=settings.context,
+        n=settings.prompts["n"],
+        protocol=settings.protocol["name"],
+    )
+    return max(needle.contexts), needle.most_new_tokens
 
 
 def summarise(

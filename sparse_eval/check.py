@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_type_hints
 
+import torch
 import yaml
 
 from sparse_eval.contract.behaviour import BEHAVIOUR_CHECKS
@@ -71,8 +75,33 @@ def result_of(name: str, run: Callable[[], None]) -> CheckResult:
         return CheckResult(name, "failed", str(fault))
     except Exception as error:  # a policy is foreign code, which may raise anything
         line = " ".join(str(error).split())
-        return CheckResult(name, "failed", f"raised {type(error).__name__}: {line}")
+        return CheckResult(name, "failed", f"raised {type(error).__name__}: {line}{place(error)}")
     return CheckResult(name, "ok")
+
+
+PACKAGE = Path(__file__).parent
+NOT_A_POLICYS = (PACKAGE, Path(torch.__file__).parent)
+
+
+def place(error: Exception) -> str:
+    """Where a policy raised: the innermost line in the first file of the traceback that is its
+    author's; of a policy that comes with the package, in its own. "" where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if is_authors(frame.filename)]
+    shipped = [frame for frame in frames if PACKAGE / "policies" in Path(frame.filename).parents]
+    if not (theirs or shipped):
+        return ""
+    file = theirs[0].filename if theirs else shipped[-1].filename
+    last = [frame for frame in frames if frame.filename == file][-1]
+    return f" ({file}:{last.lineno}, in {last.name})"
+
+
+def is_authors(filename: str) -> bool:
+    """Not of this package, torch or Python itself, nor a text that dataclasses made."""
+    if filename.startswith("<") or any(x in Path(filename).parents for x in NOT_A_POLICYS):
+        return False
+    packages = "site-packages" in filename or "dist-packages" in filename
+    return packages or Path(sysconfig.get_path("stdlib")) not in Path(filename).parents
 
 
 def name_of(check: Callable[..., None]) -> str:

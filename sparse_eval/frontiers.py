@@ -14,18 +14,25 @@ from rich.console import Console
 from rich.table import Table
 
 from sparse_eval.report import jobs_of, make_console
-from sparse_eval.reporting.frontiers import equal_shares, ranking_sentence
+from sparse_eval.reporting.frontiers import AXES, equal_shares, points, ranking_sentence
 from sparse_eval.reporting.summarise import split_settings
 from sparse_eval.results import load
 from sparse_eval.storage.files import write_atomic
+
+AT = "0.05,0.1,0.2,0.3"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table per setting and axis. Returns 2 for arguments that cannot be met."""
     parser = argparse.ArgumentParser(prog="python -m sparse_eval.frontiers", description=__doc__)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="folders of runs or sweeps")
-    parser.add_argument("--at", default="0.05,0.1,0.2,0.3", help="shares of what dense reads")
-    parser.add_argument("--against", help="the policy that differences are to")
+    parser.add_argument(
+        "--at",
+        default=AT,
+        metavar="SHARE,SHARE",
+        help=f"shares of what dense reads, in (0, 1], with commas (default: {AT})",
+    )
+    parser.add_argument("--against", help="the policy that differences are to (default: none)")
     parser.add_argument("--csv", type=Path, help="also write the table there")
     options = parser.parse_args(arguments)
     try:
@@ -34,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console, tables = make_console(), []
         for name, part in split_settings(rows).items():
             table = equal_shares(part, shares, options.against)
-            show(table, name, console)
+            show(with_ends(table, part), name, console, options.against)
             console.print(ranking_sentence(part), markup=False)
             tables.append(table.assign(setting=name))
         if options.csv is not None:
@@ -55,15 +62,32 @@ def shares_of(text: str) -> list[float]:
     return shares
 
 
-def show(table: pd.DataFrame, setting: str, console: Console) -> None:
+def with_ends(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Columns least, most: the shares between which a line was measured on an axis, over prompts;
+    NaN where they are not known."""
+    ends = pd.concat(
+        [
+            points(rows).groupby("line")[column].agg(["min", "max"]).assign(axis=axis)
+            for axis, column in AXES.items()
+        ]
+    )
+    ends = ends.set_axis(["least", "most", "axis"], axis=1).reset_index(names="policy")
+    return table.merge(ends, on=["axis", "policy"], how="left")
+
+
+def show(table: pd.DataFrame, setting: str, console: Console, against: str | None) -> None:
     """Two tables: at equal tokens, at equal bytes."""
+    less = f"in brackets: less {against}; " if against is not None else ""
     for axis, part in table.groupby("axis", sort=False):
         grid = Table(title=" · ".join(filter(None, [f"recall at equal {axis}", setting])))
-        grid.caption = "in brackets: less the policy given as --against; empty: not reached"
+        grid.caption = (
+            f"{less}reads ≤: not reached at any budget measured; reads ≥: overshot, the least "
+            "that it read is more; unknown: bytes read by what cannot be built"
+        )
         grid.title_justify = grid.caption_justify = "left"
         grid.add_column("policy")
         for share in part["share"].unique():
-            grid.add_column(f"{share:.0%}", justify="right")
+            grid.add_column(f"{100 * share:.3g}%", justify="right")
         for policy, line in part.groupby("policy", sort=False):
             grid.add_row(str(policy), *(cell(x) for x in line.to_dict("records")))
         console.print(grid)
@@ -71,11 +95,20 @@ def show(table: pd.DataFrame, setting: str, console: Console) -> None:
 
 def cell(x: dict[Any, Any]) -> str:
     if math.isnan(x["recall"]):
-        return ""
+        return missing(x)
     text = f"{x['recall']:.3f}{error_of(x['recall_se'])}"
     if math.isnan(x.get("difference", math.nan)):
         return text
     return f"{text} ({x['difference']:+.3f}{error_of(x['difference_se'])})"
+
+
+def missing(x: dict[Any, Any]) -> str:
+    """Why a share has no recall."""
+    if math.isnan(x["least"]):
+        return "unknown"
+    if x["share"] > x["most"]:
+        return f"reads ≤ {x['most']:.1%}"
+    return f"reads ≥ {x['least']:.1%}" if x["share"] < x["least"] else "between prompts"
 
 
 def error_of(error: float) -> str:

@@ -6,7 +6,9 @@ lm-eval's. The bundled tasks are on its path; pretrained takes names of conf/mod
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import difflib
 import logging
 import os
 import re
@@ -58,10 +60,58 @@ def bundled_tasks() -> Iterator[None]:
         lm_eval.tasks.TaskManager = original  # type: ignore[misc]
 
 
+def check_model(words: Sequence[str]) -> None:
+    """ValueError for model_args that --model sparse_eval refuses, and for a `pretrained` that looks
+    like a shipped model's name and is none."""
+    from sparse_eval.lm.adapter import check_arguments
+
+    model, given = model_of(words)
+    if model != "sparse_eval":
+        return
+    check_arguments(given)
+    check_pretrained(given.get("pretrained"))
+
+
+def model_of(words: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+    """--model and --model_args as lm-eval reads them, from words or else from a --config file.
+    Where it would refuse them: nothing, it tells."""
+    from lm_eval._cli.utils import MergeDictAction
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--model", "-M")
+    parser.add_argument("--model_args", "-a", nargs="+", action=MergeDictAction)
+    parser.add_argument("--config", "-C")
+    try:
+        found, _ = parser.parse_known_args(list(words))
+    except (argparse.ArgumentError, SystemExit, ValueError):
+        return None, {}
+    config = config_of(found.config)
+    given = found.model_args or config.get("model_args") or {}
+    if isinstance(given, str):
+        from lm_eval.utils import simple_parse_args_string
+
+        given = simple_parse_args_string(given)
+    return found.model or config.get("model"), dict(given) if isinstance(given, Mapping) else {}
+
+
+def check_pretrained(name: Any) -> None:
+    from sparse_eval.models import checkpoint_names
+
+    names = checkpoint_names()
+    if not isinstance(name, str) or "/" in name or name in names or Path(name).exists():
+        return
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.75)
+    if near:
+        raise ValueError(
+            f"pretrained={name} is no model of conf/model/ and no folder; did you mean "
+            f"{' or '.join(near)}? Models of Hugging Face are ORG/NAME"
+        )
+
+
 def check_words(words: Sequence[str]) -> None:
     """ValueError for lm-eval's cache of prompts, which is not keyed by --metadata: another
     max_length, seed or tokenizer would get the old prompts."""
-    given = dict(zip(words, [*words[1:], ""], strict=True)) | dict(
+    given = dict(zip(words, [*words, ""][1:], strict=True)) | dict(
         word.split("=", 1) for word in words if "=" in word
     )
     asked = given.get("--cache_requests")
@@ -74,15 +124,20 @@ def check_words(words: Sequence[str]) -> None:
         )
 
 
-def cached_by_file(path: str | None) -> Any:
-    """What a --config file says of cache_requests: the word, or "true" of lm-eval's own flags."""
+def config_of(path: str | None) -> Mapping[str, Any]:
+    """What a --config file says; nothing where it cannot be read: lm-eval tells."""
     import yaml
 
     try:
         config = yaml.safe_load(Path(path or "").read_text()) if path else None
     except (OSError, yaml.YAMLError):
-        return None  # lm-eval tells
-    asked = config.get("cache_requests") if isinstance(config, Mapping) else None
+        return {}
+    return config if isinstance(config, Mapping) else {}
+
+
+def cached_by_file(path: str | None) -> Any:
+    """What a --config file says of cache_requests: the word, or "true" of lm-eval's own flags."""
+    asked = config_of(path).get("cache_requests")
     if isinstance(asked, Mapping):
         wanted = asked.get("cache_requests") or asked.get("rewrite_requests_cache")
         return "true" if wanted else None
@@ -96,6 +151,10 @@ def main() -> int:
     import sparse_eval.lm.adapter  # noqa: F401  (registers the model with lm-eval)
     from sparse_eval.lm.suite import told
 
+    try:
+        check_model(sys.argv[1:])
+    except ValueError as error:
+        return failed(" ".join(str(error).split()), code=2)
     try:
         check_words(sys.argv[1:])
         sys.argv[1:] = [with_folders(word) for word in sys.argv[1:]]
@@ -111,13 +170,13 @@ def main() -> int:
     return 0
 
 
-def failed(line: str) -> int:
+def failed(line: str, code: int = 1) -> int:
     from tqdm import tqdm
 
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()  # ends its own line
     print(f"error: {line}", file=sys.stderr)
-    return 1
+    return code
 
 
 if __name__ == "__main__":

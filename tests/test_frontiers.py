@@ -14,13 +14,14 @@ from sparse_eval import frontiers as command
 from sparse_eval.report import page_of
 from sparse_eval.reporting import plots, plots_density, plots_frontier
 from sparse_eval.reporting.frontiers import (
+    Ranking,
     equal_shares,
     gaps,
     held_at,
     line_of,
     points,
+    rank_pairs,
     ranking_sentence,
-    turns,
 )
 from sparse_eval.reporting.tables_live import budget_of
 from sparse_eval.reporting.tables_lm_eval import scores_table
@@ -92,7 +93,7 @@ def test_a_reference_that_was_not_measured_is_refused():
 
 
 def test_who_is_ahead_at_equal_tokens_may_be_behind_at_equal_bytes():
-    (turn,) = turns(BOTH)
+    (turn,) = rank_pairs(BOTH).turned
     assert (turn.first, turn.second) == ("dear", "cheap")
     assert turn.by_tokens.mean == pytest.approx(0.02) and turn.by_bytes.mean < -0.05
     sentence = ranking_sentence(BOTH)
@@ -103,7 +104,7 @@ def test_who_is_ahead_at_equal_tokens_may_be_behind_at_equal_bytes():
 
 def test_policies_that_rank_alike_are_said_to():
     alike = pd.concat([rows_of("dear", [0.80, 0.86, 0.92, 0.98], 0.01), CHEAP])
-    assert turns(alike) == []
+    assert rank_pairs(alike).turned == []
     assert ranking_sentence(alike).startswith("Tokens read and bytes read rank the policies alike")
 
 
@@ -112,7 +113,40 @@ def test_a_difference_within_its_error_turns_nothing():
     noisy["mass_recall"] -= np.where(noisy["sample"] == 1, 0.06, 0.0)
     noise, calm = (held_at(points(x), "tokens", [0.25]) for x in (noisy, CHEAP))
     assert gaps(noise, calm)[0.25].error == pytest.approx(0.03)
-    assert turns(pd.concat([noisy, CHEAP])) == []
+    assert rank_pairs(pd.concat([noisy, CHEAP])).turned == []
+
+
+def test_a_pair_is_named_above_two_standard_errors_only():
+    def pair(spread: float) -> pd.DataFrame:
+        wide = DEAR.copy()
+        wide["mass_recall"] += np.where(wide["sample"] == 1, spread, -spread)
+        return pd.concat([wide, CHEAP])
+
+    assert rank_pairs(pair(0.009)).turned and not rank_pairs(pair(0.011)).turned  # of 0.020
+
+
+@pytest.mark.parametrize("metadata", [0.0, 0.1, 0.25])
+def test_policies_that_read_the_same_metadata_are_ranked_alike(metadata):
+    """Their curves cross: the same share of tokens and of bytes stand on two sides of it."""
+    early = rows_of("early", [0.90, 0.91, 0.92, 0.93], metadata)
+    late = rows_of("late", [0.80, 0.90, 0.95, 0.99], metadata)
+    both = pd.concat([early, late])
+    assert rank_pairs(both) == Ranking([], 1, 2)
+    assert ranking_sentence(both).startswith("Tokens read and bytes read rank the policies alike")
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (DEAR, "there are no two policies that leave something out"),
+        (pd.concat([DEAR, adaptive_rows("ffd", 0.9, 0.9)]), "no two policies read the same share"),
+        (pd.concat([DEAR, ORACLE]), "no two policies read the same share of tokens and of bytes"),
+        (BOTH[BOTH["sample"] == 0], "one prompt has no standard error"),
+    ],
+)
+def test_what_cannot_be_compared_is_not_said_to_rank_alike(rows, why):
+    told = ranking_sentence(rows)
+    assert f"nothing could be compared, {why}" in told and "alike" not in told
 
 
 def test_variants_of_a_threshold_are_points_of_one_line():
@@ -134,6 +168,18 @@ def test_the_command_prints_both_axes_and_the_sentence(tmp_path, capsys, monkeyp
     assert "recall at equal tokens" in said and "recall at equal bytes" in said
     assert "0.861 ± 0.001 (+0.020 ± 0.000)" in said and "rank policies differently" in said
     assert len(pd.read_csv(table)) == 2 * 2 * 3
+
+
+def test_what_was_not_measured_says_why(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "make_console", lambda: Console(width=150))
+    write_parquet(pd.concat([BOTH, adaptive_rows("ffd", 0.9, 0.4)]), tmp_path / "rows.parquet")
+    assert command.main([str(tmp_path), "--at", "0.05,0.125,0.6"]) == 0
+    said = capsys.readouterr().out
+    tokens, in_bytes = said.split("recall at equal bytes")
+    (ffd,) = [line for line in tokens.splitlines() if "ffd" in line]
+    assert ffd.count("reads ≥ 40.0%") == 2 and ffd.count("reads ≤ 40.0%") == 1
+    (oracle,) = [line for line in in_bytes.splitlines() if "oracle" in line]
+    assert oracle.count("unknown") == 3 and "12.5%" in tokens and "in brackets" not in said
 
 
 @pytest.mark.parametrize(

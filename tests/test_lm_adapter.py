@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 
-from sparse_eval import lm_cli
+from sparse_eval import lm_cli, models
 from sparse_eval.lm import adapter
 from sparse_eval.lm.adapter import PolicyLM, layers_of, make_policy
 from sparse_eval.policies.full import Full
@@ -311,6 +311,60 @@ def test_lm_evals_cache_of_prompts_is_refused(monkeypatch, capsys, tmp_path, wor
         words = [words[0], str(tmp_path / "config.yaml")]
     assert command_line(monkeypatch, lambda: None, "run", *words) == code
     assert ("knows no --metadata" in capsys.readouterr().err) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("pretrained=smollm2,bugdet=128", "unknown key 'bugdet'; did you mean budget? sparse_eval"),
+        ("pretrained=smollm2 policy=qest budget=128", "did you mean quest?"),
+        ("pretrained=smollm2,budget=16", "budget must be >= 48 tokens"),
+        ("pretrained=smollm2", "Quest needs a budget in tokens, got None"),
+        ("pretrained=smollm2,policy=ffd,budget=64", "is adaptive and takes no budget"),
+        ("pretrained=smolm2,budget=128", "did you mean smollm2?"),
+        ('{"pretrained": "smollm2", "bugdet": 128}', "did you mean budget?"),
+        ("pretrained=smollm2,budget=64,select_backend=torch", "is a field of the policy"),
+        ("pretrained=smollm2,budget=64,dense_layers=first", "0:1"),
+        ("pretrained=smollm2,budget=64,policy_config=4", "policy_config must be fields"),
+    ],
+)
+@pytest.mark.parametrize("by_file", [False, True])
+def test_bad_model_args_are_told_before_anything_loads(
+    monkeypatch, capsys, tmp_path, words, line, by_file
+):
+    def run() -> None:
+        raise AssertionError("lm-eval was started")
+
+    if by_file:
+        text = words if words.startswith("{") else f'"{",".join(words.split())}"'
+        (tmp_path / "c.yaml").write_text(f"model: sparse_eval\nmodel_args: {text}\n")
+        given = ["--config", str(tmp_path / "c.yaml")]
+    else:
+        parts = [words] if words.startswith("{") else words.split()
+        given = ["--model", "sparse_eval", "--model_args", *parts]
+    monkeypatch.setattr(models, "model_folder", lambda name: run())
+    assert command_line(monkeypatch, run, "run", *given, "--tasks", "x") == 2
+    told = capsys.readouterr().err
+    assert line in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["run", "--model", "hf", "--model_args", "pretrained=org/x,bugdet=1"],
+        ["run", "--model", "sparse_eval", "-a", "pretrained=org/x,budget=64,use_kernels=True"],
+        ["run", "--model", "sparse_eval", "-a", "pretrained=org/x,policy=ffd,parallelize=True"],
+    ],
+)
+def test_what_is_not_ours_is_lm_evals_to_judge(monkeypatch, words):
+    assert command_line(monkeypatch, lambda: None, *words) == 0
+
+
+def test_a_policy_without_its_budget_is_refused_before_weights_load(monkeypatch):
+    monkeypatch.setattr(HFLM, "__init__", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match="needs a budget"):
+        PolicyLM(pretrained="org/x", policy="quest")
 
 
 def test_policies_by_name_and_by_class():

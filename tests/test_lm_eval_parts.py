@@ -21,7 +21,7 @@ from sparse_eval.lm.scoring import Metric
 from sparse_eval.lm.texts import TextSide, context_end, cut, until_stop
 from sparse_eval.prefill import prefill
 from sparse_eval.reporting.scores import difference, verdict
-from sparse_eval.reporting.summarise_lm_eval import shares_of, worst_columns, worst_of
+from sparse_eval.reporting.summarise_lm_eval import over_tasks, shares_of, worst_columns, worst_of
 from tests.tiny import random_ids, tiny_loaded
 
 NAN = float("nan")
@@ -340,6 +340,9 @@ def test_successes_are_compared_by_mcnemar_and_other_scores_by_sign_flips():
     assert difference([NAN, 1.0], [0.0, 1.0]).n == 1
     alike = difference([0.5] * 10, [0.5] * 10)
     assert (alike.low, alike.high) == (-0.3, 0.3)
+    two = difference([0.9, 0.2], [0.1, 0.1])
+    assert (two.low, two.high) == (-1, 1) and -1 <= two.low_90 <= two.mean <= two.high_90 <= 1
+    assert difference([9.0, 2.0], [1.0, 1.0]).low < -1  # no shares: no such bound
 
 
 def test_verdicts():
@@ -352,7 +355,20 @@ def test_verdicts():
     assert verdict(worse, 0.2, **higher) == "no difference resolved"
     assert verdict(same, 1.0, **higher) == "not inferior (0.1)"
     assert verdict(few, few.p, **higher) == "not ranked: n = 3"
-    assert verdict(worse, NAN, gated=True, higher_is_better=True) == "not ranked: dense gate"
+    gated = {"gated": True, "higher_is_better": True}
+    assert verdict(worse, NAN, **gated) == "not ranked: dense gate"
+    assert verdict(worse, NAN, **gated, gate_ran=False) == "not ranked: dense gate not run"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_mean_of_one_task_has_the_tasks_interval_and_no_mean_leaves_its_range(count):
+    names = [f"task {i}" for i in range(count)]
+    own = pd.DataFrame({"lm_task": names, "n": 2, "value": 0.0, "stderr": 0.1, "difference": -0.5})
+    own = own.assign(is_dense=False, difference_low=-0.87, difference_high=0.41)
+    samples = pd.DataFrame({"lm_task": names * 2, "difference": [-1.0] * count + [0.0] * count})
+    found = over_tasks(own, samples)
+    ends = (found["low"], found["high"])
+    assert ends == (-0.87, 0.41) if count == 1 else ends == (-1, pytest.approx(0.193, abs=1e-3))
 
 
 def test_a_verdict_turns_with_the_direction_of_its_score():

@@ -82,7 +82,8 @@ def test_adaptive_policies_stand_beside_budgets_in_the_heat_map(drawn):
     adaptive = pd.DataFrame(recall_rows(("top_p",), (512,), num_layers=5, num_kv_heads=1))
     rows = pd.concat([ROWS, adaptive.assign(budget_tokens=NAN)])
     axes = drawn(plots.recall_heatmap, rows)
-    assert "top_p" in [label.get_text() for label in axes.get_yticklabels()]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert "top_p (adaptive: 12.5%)" in names and "quest" in names
 
 
 def test_a_policy_looks_the_same_in_every_picture():

@@ -155,3 +155,37 @@ def test_fixed_fields_win_over_those_the_checks_vary():
     assert fixed(page_size=4, sink_pages=3).config() | {"page_size": 7, "sink_pages": 3} == (
         fixed(sink_pages=3).config()
     )
+
+
+RAISES = """
+from dataclasses import dataclass
+import numpy as np
+import torch
+from sparse_eval.policies.window import Window
+
+@dataclass(frozen=True)
+class Raises(Window):
+    @torch.no_grad()
+    def select(self, call, state, budget):
+        return self.deeper(call)
+
+    def deeper(self, call):
+        return np.zeros(3).reshape(5, 5)
+
+@dataclass(frozen=True)
+class RaisesBelow(Window):
+    def select(self, call, state, budget):
+        return super().select(call, None, "many")
+"""
+
+
+@pytest.mark.parametrize(("name", "line"), [("Raises", 14), ("RaisesBelow", 19)])
+def test_what_a_policy_raises_is_told_with_its_own_line(monkeypatch, tmp_path, name, line):
+    """The innermost line of the author's file, whatever called it and whatever it calls."""
+    module = f"with_{name.lower()}"
+    (tmp_path / f"{module}.py").write_text(RAISES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    results = check_policy(partial(build, f"{module}.{name}", {}))
+    details = [r.detail for r in results if r.detail.startswith("raised ")]
+    where = f"({tmp_path / module}.py:{line}, in "
+    assert details and all(where in detail for detail in details)

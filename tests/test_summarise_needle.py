@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pandas as pd
 import pytest
 from PIL import Image
+from rich.console import Console
 
+from sparse_eval.reporting import plots_needle
 from sparse_eval.reporting.page_live import live_page
 from sparse_eval.reporting.plots_live import read_ticks, with_known_bytes
 from sparse_eval.reporting.plots_needle import needle_pictures
+from sparse_eval.reporting.show_needle import print_gate
 from sparse_eval.reporting.summarise_needle import (
     depth_table,
     gate_table,
@@ -20,6 +24,7 @@ from sparse_eval.reporting.summarise_needle import (
     summarise_needle,
 )
 from sparse_eval.reporting.tables_live import answers_table, comparison_table, gate_lines
+from sparse_eval.storage.columns import ALL_COLUMNS
 from sparse_eval.storage.table import frame_of
 from tests.needle_rows import NAN, answer_row, needle_run
 
@@ -101,6 +106,52 @@ def test_what_the_gate_refused_is_shown_and_not_compared():
     assert gate["not_ranked"] and (gate["gate_correct"], gate["gate_n"]) == (0, 10)
 
 
+def test_a_gate_that_was_not_run_is_said_to_be():
+    rows = answers({"full": "c" * 10, "quest": "c" * 10}, gated=True)
+    (part,) = split_needle(rows).values()
+    quest = line(summarise_needle(part), "quest")
+    assert quest["verdict"] == "not ranked: dense gate not run"
+    console = Console(record=True, width=120)
+    print_gate(part, console)
+    told = console.export_text()
+    assert "not ranked, dense gate not run: passcode" in told and "not passed" not in told
+    assert gate_lines(gate_table(part)).lines[0][-1] == "not run"
+
+
+def test_the_picture_counts_heads_as_the_table_does():
+    """The mean over answers of how many heads are above one half, not of a mean over answers."""
+    rows = frame_of(needle_run(n=2, budgets=[96], policies=["quest"]))
+    rows = rows.assign(page_hit_heads=rows["page_hit_heads"].astype(object))
+    inner = rows["layer"].notna() & (rows["policy"] == "quest")
+    odd = rows["sample"].str.endswith("/1")
+    rows.loc[inner, "page_hit_heads"] = rows[inner].apply(
+        lambda row: [0.9, 0.1, 0.6] if odd[row.name] else [0.2, 0.1, 0.6], axis=1
+    )
+    hits = hit_table(rows)
+    above = hits[hits["policy"] == "quest"]["above_half"].sum()
+    assert above == pytest.approx(28 * (2 + 1) / 2)
+
+
+def test_an_adaptive_policy_is_labelled_by_what_it_reads(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(plots_needle, "save", lambda figure, path: figures.append(figure))
+    rows = frame_of(needle_run(n=1, budgets=[96], policies=["quest", "window"]))
+    is_ours = rows["policy"] == "window"
+    rows.loc[is_ours, ["budget_tokens", "adaptive", "density"]] = [NAN, True, 0.183]
+    (part,) = split_needle(rows).values()
+    plots_needle.needle_heatmap(part, tmp_path / "x.png", gate_ran=False)
+    plots_needle.needle_hits(rows, part, tmp_path / "x.png")
+    depth, hits = figures
+    labels = {
+        a.get_title(loc="left"): [x.get_text() for x in a.get_xticklabels()] for a in depth.axes
+    }
+    assert labels["window"] == ["adaptive: 18.3%"] and labels["quest"] == ["96"]
+    assert labels["full"] == ["all"] and "dense gate not run" in depth.get_supxlabel()
+    titles = [axes.get_title(loc="left") for axes in hits.axes]
+    assert titles[0].startswith("quest, 96 tokens: ") and "tokens" not in hits.get_suptitle()
+    assert titles[1].startswith("window (adaptive: 18.3%): ")
+
+
 def test_gate_samples_are_in_no_average():
     rows = pd.concat([answers({"full": "c" * 6}), answers({"full": "f" * 6}, role="gate")])
     (part,) = split_needle(rows).values()
@@ -127,6 +178,33 @@ def test_noise_floor_and_hits():
     hits = hit_table(rows)
     assert set(hits["kv_head"]) == {0, 1, 2} and hits["layer"].nunique() == 28
     assert len(hits) == 9 * 28 * 3
+
+
+def test_wide_tables_are_in_one_piece():
+    """Rows of all tasks have over a hundred columns, from which on pandas warns of pieces."""
+    rows = needle_run(n=1, depths=[0.5], budgets=[96], policies=["quest"])
+    wide = [dict.fromkeys(ALL_COLUMNS) | row for row in rows]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.PerformanceWarning)
+        table = frame_of(wide)
+        table["one more"] = 1.0
+        (part,) = split_needle(table).values()
+        hit_table(table)
+    assert len(part) == 2
+
+
+def test_pictures_of_a_setting_are_of_its_own_cells_under_its_labels():
+    rows = pd.DataFrame(
+        needle_run(n=1, depths=[0.5], budgets=[96], policies=["quest"])
+        + [
+            row | {"protocol": "question", "cell_key": row["cell_key"] + "q"}
+            for row in needle_run()
+        ]
+    )
+    part = next(iter(split_needle(rows).values()))
+    layers = plots_needle.layers_of(frame_of(rows), part.assign(policy=part["policy"] + ":a=1"))
+    assert set(layers["protocol"]) == {"decode"}
+    assert set(layers["policy"]) == {"full:a=1", "quest:a=1"}
 
 
 def test_depths_by_hand():

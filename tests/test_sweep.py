@@ -17,10 +17,11 @@ import pandas as pd
 import pytest
 
 from sparse_eval import __main__, load
-from sparse_eval.app import short_name
+from sparse_eval.app import notes_on_budgets, short_name
 from sparse_eval.cli.compose import Composer
 from sparse_eval.cli.failure import Stopped
 from sparse_eval.cli.pack import pack
+from sparse_eval.cli.settings import resolve
 from sparse_eval.storage import keep
 
 TINY = [
@@ -288,7 +289,29 @@ def test_a_cache_that_cannot_be_written_costs_nothing_measured(go, tmp_path, cap
 def test_a_budget_that_covers_the_context_is_noted(go, capsys):
     assert go(*CHEAP, "budget=[64,4000]") == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert told.count("note: budget=4000 covers the context of") == 1 and "budget=64 c" not in told
+    assert told.count("note: budget=4000 covers the context of 200 tokens and its 4 decode") == 1
+    assert "budget=64 c" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "notes"),
+    [
+        (("budget=200",), 0),
+        (("budget=203",), 0),
+        (("budget=204",), 1),
+        (("budget=0.999",), 0),
+        (("task=needle", "budget=200", "task.max_new_tokens=8"), 0),
+        (("task=needle", "budget=208", "task.max_new_tokens=8"), 1),
+        (("task=needle", "budget=263"), 0),
+    ],
+)
+def test_only_a_budget_that_no_decode_step_outgrows_is_noted(words, notes):
+    tiny = [
+        "model=tiny_llama",
+        "context=200",
+        *(() if "task=needle" in words else ["task.steps=4"]),
+    ]
+    assert len(notes_on_budgets(resolve(Composer(), [*tiny, *words]))) == notes
 
 
 def test_a_full_disk_is_one_line_and_keeps_what_was_measured(go, tmp_path, capsys, monkeypatch):

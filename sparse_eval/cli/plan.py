@@ -17,6 +17,8 @@ from sparse_eval.cli.config import Settings
 from sparse_eval.cli.kits import KITS
 from sparse_eval.device import DTYPES, describe_device
 from sparse_eval.models import ModelInfo, model_info
+from sparse_eval.needle.config import needle_config
+from sparse_eval.needle.gate import can_pass, not_run_line
 from sparse_eval.storage.cells import CellStore
 
 if TYPE_CHECKING:
@@ -177,6 +179,8 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
         )
     if feasible:
         console.print(table)
+    for line in dict.fromkeys(line for _, s in feasible for line in gate_notes(s)):
+        console.print(f"[yellow]note:[/yellow] {line}", soft_wrap=True)
     for name, error in jobs:
         if isinstance(error, ValueError) and len(jobs) == 1:
             print(f"error: {error}", file=sys.stderr)
@@ -188,6 +192,19 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
             f"[dim]predicted from {rate / 1e9:,.0f} GFLOP/s, measured now by a {dtype} matrix "
             f"product on {describe_device(device)}; without loading, imports and pictures[/dim]"
         )
+
+
+def gate_notes(settings: Settings) -> list[str]:
+    """A dense gate that will not be run."""
+    if settings.task["name"] != "needle":
+        return []
+    gate = needle_config(
+        settings.task,
+        context=settings.context,
+        n=settings.prompts["n"],
+        protocol=settings.protocol["name"],
+    ).gate
+    return [] if can_pass(gate) else [not_run_line(gate)]
 
 
 def _time(seconds: float | None) -> str:

@@ -231,8 +231,13 @@ def metric_columns(answered: Answered, i: int, metric: Metric, corrected: float)
         "resolvable": found.resolvable,
     }
     if metric.is_primary:
-        better = metric.higher_is_better
-        columns["verdict"] = verdict(found, of_primary, gated=gated, higher_is_better=better)
+        columns["verdict"] = verdict(
+            found,
+            of_primary,
+            gated=gated,
+            higher_is_better=metric.higher_is_better,
+            gate_ran=answered.gate.on != "none",
+        )
     return columns
 
 

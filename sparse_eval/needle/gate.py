@@ -33,6 +33,15 @@ def can_pass(config: GateConfig) -> bool:
     return config.n > 0 and wilson_lower(config.n, config.n, config.confidence) >= config.dense_min
 
 
+def not_run_line(config: GateConfig) -> str:
+    """Why the gate is not run, where it cannot pass."""
+    samples = f"{config.n} gate sample" + ("" if config.n == 1 else "s")
+    return (
+        f"{samples} cannot show dense accuracy of {config.dense_min:g} even if all are right: the "
+        "gate is not run and nothing is ranked"
+    )
+
+
 def judge(correct: Sequence[bool], config: GateConfig) -> Gate:
     if not correct:
         return Gate(0, 0, float("nan"), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,9 @@ LEVELS = ("delta", "p")
 
 GRID_SHARES = [i / 40 for i in range(1, 40)]
 """Shares of what dense reads at which two policies are compared."""
+
+CLEAR = 2
+"""Standard errors, paired over prompts, that a difference must exceed to rank two policies."""
 
 SHOWN = 3
 """Most pairs of policies that the sentence names."""
@@ -113,9 +116,8 @@ class Gap:
 
     @property
     def is_clear(self) -> bool:
-        """Above its standard error; of one prompt, above a thousandth."""
-        least = 1e-3 if math.isnan(self.error) else self.error
-        return abs(self.mean) > least
+        """Above CLEAR standard errors; never of one prompt, which says nothing of its error."""
+        return abs(self.mean) > max(1e-9, CLEAR * self.error) if self.n > 1 else False
 
     def __str__(self) -> str:
         return f"{abs(self.mean):.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
@@ -142,6 +144,11 @@ class Turn:
     by_bytes: Gap
 
     @property
+    def is_clear(self) -> bool:
+        clear = self.by_tokens.is_clear and self.by_bytes.is_clear
+        return clear and self.by_tokens.mean * self.by_bytes.mean < 0
+
+    @property
     def size(self) -> float:
         return min(abs(self.by_tokens.mean), abs(self.by_bytes.mean))
 
@@ -153,31 +160,62 @@ class Turn:
         )
 
 
-def turns(rows: pd.DataFrame) -> list[Turn]:
-    """Pairs that the two frontiers rank differently at some share, beyond their errors on both,
-    each where it is plainest; the plainest first."""
+@dataclass(frozen=True)
+class Ranking:
+    """turned: pairs that the two frontiers rank differently, each where it is plainest; the
+    plainest first. compared: pairs that both axes compare at some share, over two prompts or more.
+    lines: of the policies that choose."""
+
+    turned: list[Turn]
+    compared: int
+    lines: int
+
+
+def rank_pairs(rows: pd.DataFrame) -> Ranking:
+    """Pairs turn where their differences exceed their errors on both axes, with opposite signs, and
+    because of bytes: at the tokens that either reads for these bytes, the first is ahead too."""
     table = points(rows)
     table = table[~table["policy"].isin(dense_policies(table))]
     lines = {str(name): x for name, x in table.groupby("line", sort=False)}
-    lines = {name: x for name, x in lines.items() if x["bytes_share"].notna().all()}
+    known = {name: x for name, x in lines.items() if x["bytes_share"].notna().all()}
     tokens, in_bytes = (
-        {name: held_at(x, axis, GRID_SHARES) for name, x in lines.items()} for axis in AXES
+        {name: held_at(x, axis, GRID_SHARES) for name, x in known.items()} for axis in AXES
     )
-    found = []
-    for a, b in itertools.combinations(lines, 2):
+    found, compared = list[Turn](), 0
+    for a, b in itertools.combinations(known, 2):
         by_tokens, by_bytes = gaps(tokens[a], tokens[b]), gaps(in_bytes[a], in_bytes[b])
         here = [
             Turn(*((a, b) if x.mean > 0 else (b, a)), share, x, y)
             for share, x, y in zip(GRID_SHARES, by_tokens.values(), by_bytes.values(), strict=True)
-            if x.is_clear and y.is_clear and x.n == y.n and x.mean * y.mean < 0
+            if x.n == y.n > 1
         ]
-        found += sorted(here, key=lambda turn: -turn.size)[:1]
-    return sorted(found, key=lambda turn: -turn.size)
+        compared += bool(here)
+        turned = [turn for turn in here if turn.is_clear and is_ahead(turn, known)]
+        found += sorted(turned, key=lambda turn: -turn.size)[:1]
+    return Ranking(sorted(found, key=lambda turn: -turn.size), compared, len(lines))
+
+
+def is_ahead(turn: Turn, lines: Mapping[str, pd.DataFrame]) -> bool:
+    """Whether first holds more at the tokens that either reads for the turn's bytes. Two lines that
+    read the same metadata read the same tokens there: what turns them is a crossing, not bytes."""
+    first, second = lines[turn.first], lines[turn.second]
+    read = [tokens_at(line, turn.share) for line in (first, second)]
+    held = (held_at(line, "tokens", read) for line in (first, second))
+    return bool(((next(held) - next(held)).mean() > 0).all())
+
+
+def tokens_at(line: pd.DataFrame, share: float) -> float:
+    """The share of tokens that a line reads at a share of bytes, mean over prompts."""
+    tokens = line.assign(recall=line["tokens_share"])
+    return float(held_at(tokens, "bytes", [share])[share].mean())
 
 
 def ranking_sentence(rows: pd.DataFrame) -> str:
     """Whether tokens and bytes rank the policies of one setting differently, and where most."""
-    found = turns(rows)
+    ranking = rank_pairs(rows)
+    found = ranking.turned
+    if not ranking.compared:
+        return f"Tokens read and bytes read: nothing could be compared, {why_not(rows, ranking)}."
     if not found:
         return "Tokens read and bytes read rank the policies alike, as far as their errors tell."
     shown = "; ".join(map(str, found[:SHOWN]))
@@ -185,5 +223,13 @@ def ranking_sentence(rows: pd.DataFrame) -> str:
     n = found[0].by_tokens.n
     return (
         f"Tokens read and bytes read rank policies differently: {shown}{more} (each pair where it "
-        f"is plainest, n = {n} prompt{'s' if n > 1 else ''})."
+        f"is plainest, n = {n} prompts)."
     )
+
+
+def why_not(rows: pd.DataFrame, ranking: Ranking) -> str:
+    if ranking.lines < 2:
+        return "there are no two policies that leave something out"
+    if points(rows)["prompt"].nunique() < 2:
+        return "one prompt has no standard error"
+    return "no two policies read the same share of tokens and of bytes"

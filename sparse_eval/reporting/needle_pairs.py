@@ -40,7 +40,7 @@ def pairs_of(answers: Answers, first: Arm, second: Arm) -> Pairs:
     return Pairs.of(both.itertuples(index=False, name=None))
 
 
-def comparison(answers: Answers, dense: Arm, arm: Arm) -> dict[str, Any]:
+def comparison(answers: Answers, dense: Arm, arm: Arm, *, gate_ran: bool = True) -> dict[str, Any]:
     """Columns of an arm against dense; difference: its share minus dense's."""
     pairs = pairs_of(answers, dense, arm)
     interval = pairs.interval()
@@ -51,13 +51,13 @@ def comparison(answers: Answers, dense: Arm, arm: Arm) -> dict[str, Any]:
         "diff_high": interval.high,
         "p_value": pairs.p_value,
         "resolvable": smallest_resolvable(pairs.n, SIGNIFICANCE),
-        "verdict": verdict(pairs),
+        "verdict": verdict(pairs, gate_ran=gate_ran),
     }
 
 
-def verdict(pairs: Pairs) -> str:
+def verdict(pairs: Pairs, *, gate_ran: bool = True) -> str:
     if not pairs.n:
-        return "not ranked: dense gate"
+        return "not ranked: dense gate" + ("" if gate_ran else " not run")
     if math.isnan(smallest_resolvable(pairs.n, SIGNIFICANCE)):
         return f"not ranked: n = {pairs.n}"
     if pairs.p_value >= SIGNIFICANCE:

@@ -118,7 +118,10 @@ def lm_eval_sections(rows: pd.DataFrame) -> list[str]:
         floor = f"<p>{html.escape(lm_floor_line(lm_noise_floor(part)))}</p>"
         sections += [
             section(title, html_table(scores_table(tasks))),
-            section("Mean of the ranked tasks", html_table(mean_table(summarise_lm_eval(part)))),
+            section(
+                "Mean of the tasks that passed the gate",
+                html_table(mean_table(summarise_lm_eval(part))),
+            ),
             section("Task by task against dense", html_table(tasks_table(tasks))),
             section("Dense gate and noise floor", html_table(lm_gate_lines(gate)), floor),
         ]

@@ -64,6 +64,7 @@ def recall_heatmap(rows: pd.DataFrame, path: Path | str, budget: int | None = No
     if budgets and budget not in budgets:
         raise ValueError(f"budget must be one of {', '.join(f'{b:g}' for b in budgets)}")
     here = table[(table["budget_tokens"] == budget) | table["budget_tokens"].isna()]
+    here = here.assign(policy=labels_of(here, summarise_recall(rows)))
     recall = here.pivot(index="policy", columns="layer", values="recall")
     recall = recall.loc[list(dict.fromkeys(here["policy"]))]
     dense = here.groupby("layer")["dense_layer"].first()
@@ -78,6 +79,18 @@ def recall_heatmap(rows: pd.DataFrame, path: Path | str, budget: int | None = No
     bar.outline.set_visible(False)  # type: ignore[operator]
     bar.ax.tick_params(labelsize=8, colors=MUTED, length=0)
     return save(figure, path)
+
+
+def labels_of(lines: pd.DataFrame, table: pd.DataFrame) -> list[str]:
+    """The policies of lines; those without a budget with the share of tokens that they read.
+    table: of summarise_recall."""
+    chosen = table[table["budget_tokens"].isna()].set_index("policy")["density"].to_dict()
+    return [with_read(str(name), chosen.get(name, math.nan)) for name in lines["policy"]]
+
+
+def with_read(policy: str, density: float) -> str:
+    """density: of a policy without a budget, else NaN."""
+    return f"{policy} (adaptive: {density:.1%})" if density < 1 else policy
 
 
 def without_dense_policies(table: pd.DataFrame) -> pd.DataFrame:

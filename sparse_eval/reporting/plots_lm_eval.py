@@ -35,8 +35,8 @@ def lm_eval_pictures(rows: pd.DataFrame, folder: Path, end: str) -> list[Path]:
 
 
 def lm_eval_curve(rows: pd.DataFrame, table: pd.DataFrame, path: Path | str) -> Path:
-    """The ranked tasks' mean score, and the worst task's difference from dense, against the share
-    of the model's KV really read."""
+    """The mean score of the tasks that passed the gate, and the worst task's difference from dense,
+    against the share of the model's KV really read."""
     figure = new_figure("Scores on lm-eval's tasks", subject(rows), 9.6, 4.4)
     left, right = figure.subplots(1, 2)
     drawn, label = with_known_bytes(table)
@@ -46,7 +46,7 @@ def lm_eval_curve(rows: pd.DataFrame, table: pd.DataFrame, path: Path | str) -> 
         if not line["is_dense"].all():
             errors = [line["worst"] - line["worst_low"], line["worst_high"] - line["worst"]]
             draw_line(right, str(policy), line, "worst", [e.clip(lower=0) for e in errors])
-    left.set_ylabel("mean score of the ranked tasks (bars: ± 1 SE)")
+    left.set_ylabel("mean score, tasks that passed the gate (bars: ± 1 SE)")
     right.axhline(0, color="#b8c0ca", linewidth=1)
     right.set_ylabel("worst task, minus dense (bars: 95 %)")
     for axes in (left, right):
@@ -58,7 +58,8 @@ def lm_eval_curve(rows: pd.DataFrame, table: pd.DataFrame, path: Path | str) -> 
 
 
 def lm_eval_tasks(rows: pd.DataFrame, path: Path | str) -> Path:
-    """Every task's score, a column per policy and budget; hatched: dense gate not passed."""
+    """Every task's score, a column per policy and budget; hatched: dense gate not passed, or not
+    run."""
     table = task_table(rows)
     budget = table["budget_tokens"].map(lambda b: "" if pd.isna(b) else f" {b:,.0f}")
     table = table.assign(arm=table["policy"] + budget)
@@ -69,7 +70,9 @@ def lm_eval_tasks(rows: pd.DataFrame, path: Path | str) -> Path:
     figure = new_figure("Every task, every policy", subject(rows), max(8.4, width), height)
     axes = figure.subplots()
     image = draw_scores(axes, heat, [bool(gated[task]) for task in tasks])
-    figure.supxlabel("policy and budget (tokens); hatched: dense gate not passed", fontsize=9)
+    figure.supxlabel(
+        "policy and budget (tokens); hatched: dense gate not passed, or not run", fontsize=9
+    )
     style_bar(figure.colorbar(image, ax=axes, pad=0.015, aspect=18), "score")
     return save(figure, path)
 

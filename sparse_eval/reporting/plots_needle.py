@@ -14,7 +14,7 @@ from matplotlib.ticker import PercentFormatter
 
 from sparse_eval.needle.kinds import KINDS
 from sparse_eval.needle.score import OUTCOMES
-from sparse_eval.reporting.plots import INK, save
+from sparse_eval.reporting.plots import INK, save, with_read
 from sparse_eval.reporting.plots_live import (
     draw_line,
     legend_outside,
@@ -28,10 +28,12 @@ from sparse_eval.reporting.plots_live import (
 )
 from sparse_eval.reporting.summarise_needle import (
     depth_table,
+    gated_kinds,
     hit_table,
     measured,
     summarise_needle,
 )
+from sparse_eval.reporting.tables_live import budget_of
 
 PANELS_PER_LINE = 4
 OUTCOME_COLOURS = {
@@ -48,23 +50,31 @@ OUTCOME_COLOURS = {
 def needle_pictures(
     rows: pd.DataFrame, answers: pd.DataFrame, folder: Path, end: str
 ) -> list[Path]:
-    """Every picture of one setting, one set per kind. rows: all needle rows of the setting;
+    """Every picture of one setting, one set per kind. rows: needle rows, of any setting;
     answers: those of whole answers, as split_needle gives them. end: of the files' names."""
     pictures = []
     for kind, part in measured(answers).groupby("needle_kind", sort=False):
         tail = f"{kind}{end}.png"
-        pictures.append(needle_heatmap(part, folder / f"needle_depth_{tail}"))
+        heat = folder / f"needle_depth_{tail}"
+        pictures.append(needle_heatmap(part, heat, gate_ran=str(kind) in gated_kinds(answers)))
         for context, here in part.groupby("context"):
             only = part["context"].nunique() == 1
             name = tail if only else f"{context}_{tail}"
             pictures.append(needle_curve(here, folder / f"needle_read_{name}"))
             pictures.append(needle_outcomes(here, folder / f"needle_outcomes_{name}"))
-            layers = rows[(rows["needle_kind"] == kind) & (rows["context"] == context)]
+            layers = layers_of(rows, here)
             pictures.append(needle_hits(layers, here, folder / f"needle_hits_{name}"))
     return pictures
 
 
-def needle_heatmap(answers: pd.DataFrame, path: Path | str) -> Path:
+def layers_of(rows: pd.DataFrame, answers: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the same cells as these answers', each under its answer's label."""
+    labels = answers.drop_duplicates("cell_key").set_index("cell_key")["policy"]
+    mine = rows[rows["cell_key"].isin(labels.index)]
+    return mine.assign(policy=mine["cell_key"].map(labels))
+
+
+def needle_heatmap(answers: pd.DataFrame, path: Path | str, *, gate_ran: bool = True) -> Path:
     """Accuracy by depth, a panel per policy, one colour scale. With several contexts the columns
     are contexts, a panel per policy and share of the context read; with one they are budgets."""
     table = depth_table(answers)
@@ -72,6 +82,7 @@ def needle_heatmap(answers: pd.DataFrame, path: Path | str) -> Path:
     contexts = sorted(table["context"].unique()) if several else []
     table["column"] = table["context"] if several else table["budget_tokens"]
     panels = heat_panels(table, several)
+    hatched = "dense gate not passed" if gate_ran else "dense gate not run"
     lines = math.ceil(len(panels) / PANELS_PER_LINE)
     columns = min(len(panels), PANELS_PER_LINE)
     width = max(8.4, 1.2 + 1.9 * columns)
@@ -88,7 +99,7 @@ def needle_heatmap(answers: pd.DataFrame, path: Path | str) -> Path:
     for axes in grid[:, 0]:
         axes.set_ylabel("depth (0 = first)", color=INK, fontsize=9)
     unit = "context (tokens); a panel per policy and budget" if several else "budget (tokens)"
-    figure.supxlabel(f"{unit}; hatched: dense gate not passed", color=INK, fontsize=9)
+    figure.supxlabel(f"{unit}; hatched: {hatched}", color=INK, fontsize=9)
     bar = figure.colorbar(image, ax=grid, pad=0.015, aspect=18, format=PercentFormatter(1, 0))
     style_bar(bar, "correct")
     return save(figure, path)
@@ -108,9 +119,14 @@ def heat_panels(table: pd.DataFrame, several: bool) -> list[tuple[str, pd.DataFr
     named: list[Any] = sorted(panels, key=lambda panel: (order[panel[0][0]], panel[0][1]))
     form = "{}, {:,.0f} tokens" if in_tokens else "{}, {:.1%}"
     return [
-        (str(policy) if pd.isna(level) else form.format(policy, level), part)
+        (panel_name(str(policy), part) if pd.isna(level) else form.format(policy, level), part)
         for (policy, level), part in named
     ]
+
+
+def panel_name(policy: str, part: pd.DataFrame) -> str:
+    """Of a policy without a budget."""
+    return with_read(policy, float(part["density"].mean()))
 
 
 def draw_depths(axes: Axes, part: pd.DataFrame, name: str, columns: list[float]) -> Any:
@@ -126,7 +142,8 @@ def draw_depths(axes: Axes, part: pd.DataFrame, name: str, columns: list[float])
         if gated.iloc[line, column] == 1:
             box: dict[str, Any] = {"fill": False, "hatch": "////", "edgecolor": "#ffffff66"}
             axes.add_patch(Rectangle((column - 0.5, line - 0.5), 1, 1, linewidth=0, **box))
-    labels = ["all" if pd.isna(column) else f"{column:,.0f}" for column in heat.columns]
+    density = float(part["density"].mean())
+    labels = [budget_of({"budget_tokens": column, "density": density}) for column in heat.columns]
     axes.set_xticks(range(len(labels)), labels)
     axes.set_yticks(range(len(heat)), [f"{depth:g}" for depth in heat.index])
     axes.set_title(name, loc="left", fontsize=9.5, color=INK)
@@ -192,20 +209,21 @@ def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> 
     here = sparse[(sparse["budget_tokens"] == budget) | sparse["budget_tokens"].isna()]
     panels = list(here.groupby("policy", sort=False))
     heads = here["kv_head"].nunique()
-    at = "" if math.isnan(budget) else f", {budget:,.0f} tokens"
-    title = f"Which heads read the needle{at}"
+    read = answers.groupby("policy")["density"].mean()
     height = 1.3 + len(panels) * (0.55 + 0.2 * heads)
-    figure = new_figure(title, subject(answers), 8.4, height)
+    figure = new_figure("Which heads read the needle", subject(answers), 8.4, height)
     grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True)
     image: Any = None
     for axes, (policy, part) in zip(grid[:, 0], panels, strict=True):
         heat = part.pivot(index="kv_head", columns="layer", values="hit")
         image = axes.imshow(heat.to_numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=1)
-        above = int((part["hit"] > 0.5).sum())
+        own = part["budget_tokens"].iloc[0]
+        adaptive = with_read(str(policy), float(read[policy]))
+        name = adaptive if pd.isna(own) else f"{policy}, {own:,.0f} tokens"
         axes.set_title(
-            f"{policy}: {part['hit'].mean():.1%} of reads, "
+            f"{name}: {part['hit'].mean():.1%} of reads, "
             f"chance {part['page_hit_chance'].mean():.1%}; "
-            f"{above} of {len(part)} heads above one half",
+            f"{part['above_half'].sum():.1f} of {len(part)} heads above one half",
             loc="left",
             fontsize=9,
             color=INK,

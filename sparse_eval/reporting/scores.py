@@ -20,9 +20,9 @@ class Difference:
     """Second's mean less first's over n documents.
 
     low, high: 95 %, Tango's for successes and failures, Student's else, the rule of three's where
-    documents do not differ. low_90, high_90: the ends of one-sided 95 % intervals. p: exact
-    McNemar, or sign flips. resolvable: the smallest difference that the test can tell from none,
-    NaN where there is none or the scores are not successes."""
+    documents do not differ; within [-1, 1] where scores are in [0, 1]. low_90, high_90: the ends of
+    one-sided 95 % intervals. p: exact McNemar, or sign flips. resolvable: the smallest difference
+    that the test can tell from none, NaN where there is none or the scores are not successes."""
 
     n: int
     mean: float
@@ -53,14 +53,22 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
             smallest_resolvable(pairs.n, SIGNIFICANCE),
         )
     found = paired([a for a, _ in both], [b for _, b in both])
-    low, high = found.low, found.high
-    if low == high:  # no spread says nothing of the spread: the rule of three, for scores in [0, 1]
-        is_share = all(0 <= x <= 1 for pair in both for x in pair)
+    is_share = all(0 <= x <= 1 for pair in both for x in pair)
+    half = (found.high - found.low) / 2
+    if half == 0:  # no spread says nothing of the spread: the rule of three, for scores in [0, 1]
         half = min(1.0, 3 / found.n) if is_share else NAN
-        low, high = found.mean - half, found.mean + half
-    half_90 = (high - low) / 2 * narrower_by(found.n)
-    ends_90 = found.mean - half_90, found.mean + half_90
-    return Difference(found.n, found.mean, low, high, *ends_90, found.p, NAN)
+    half_90 = half * narrower_by(found.n)
+    least, most = (-1.0, 1.0) if is_share else (-math.inf, math.inf)
+    low, high, low_90, high_90 = (
+        end if math.isnan(end) else min(most, max(least, end))
+        for end in (
+            found.mean - half,
+            found.mean + half,
+            found.mean - half_90,
+            found.mean + half_90,
+        )
+    )
+    return Difference(found.n, found.mean, low, high, low_90, high_90, found.p, NAN)
 
 
 def narrower_by(n: int) -> float:
@@ -68,10 +76,12 @@ def narrower_by(n: int) -> float:
     return t_quantile(0.95, n - 1) / t_quantile(0.975, n - 1) if n > 1 else NAN
 
 
-def verdict(found: Difference, p: float, *, gated: bool, higher_is_better: bool) -> str:
+def verdict(
+    found: Difference, p: float, *, gated: bool, higher_is_better: bool, gate_ran: bool = True
+) -> str:
     """p: corrected for the tasks looked at."""
     if gated:
-        return "not ranked: dense gate"
+        return "not ranked: dense gate" + ("" if gate_ran else " not run")
     if not found.n:
         return "not ranked: its score is no mean over documents"
     if math.isnan(p) or found.n < math.ceil(1 - math.log2(SIGNIFICANCE)):

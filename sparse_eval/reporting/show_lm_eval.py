@@ -84,10 +84,14 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
         console.print()
         console.print(grid_of(scores_table(task_table(part)), title))
         console.print(grid_of(gate_lines(gate_table(part)), "Dense gate"))
-        console.print(grid_of(mean_table(summarise_lm_eval(part)), "Mean of the ranked tasks"))
+        console.print(
+            grid_of(mean_table(summarise_lm_eval(part)), "Mean of the tasks that passed the gate")
+        )
         refused = gate_table(part)
         refused = refused[refused["gated"].astype(bool)]
-        if len(refused):
-            listed = ", ".join(refused["lm_task"])
-            console.print(f"[yellow]not ranked, dense gate not passed:[/yellow] {listed}")
+        ran = refused["gate_on"] != "none"
+        for why, some in (("passed", refused[ran]), ("run", refused[~ran])):
+            if len(some):
+                listed = ", ".join(some["lm_task"])
+                console.print(f"[yellow]not ranked, dense gate not {why}:[/yellow] {listed}")
         console.print(floor_line(noise_floor(part)))

@@ -44,12 +44,13 @@ def announce(settings: Settings) -> list[str]:
     )
     spots = len(config.contexts) * len(config.kinds) * len(config.depths)
     gate = config.gate.n if can_pass(config.gate) else 0
+    more = f"{gate} more for the dense gate" if gate else "dense gate not run"
     return [
         f"needles   {', '.join(KINDS[kind].label for kind in config.kinds)}, chat {config.chat}, "
         f"protocol {settings.protocol['name']}",
         f"haystack  {', '.join(f'{c:,}' for c in config.contexts)} tokens of "
         f"{settings.prompts['source']}; depths {', '.join(f'{d:g}' for d in config.depths)}; "
-        f"{config.n} samples each, {gate} more for the dense gate",
+        f"{config.n} samples each, {more}",
         f"policies  {', '.join(named.label for named in settings.policies)}, and dense",
         f"budgets   {', '.join(map(str, settings.budgets_asked))} (fractions are of the context)",
         f"cost      {spots * (config.n + gate)} prefills at most, "
@@ -104,10 +105,12 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
 def print_gate(part: pd.DataFrame, console: Console) -> None:
     gate = gate_table(part)
     refused = gate[gate["not_ranked"]]
-    if not len(refused):
-        return
-    places = [
-        f"{kind} {n} at {depth} ({found})"
-        for kind, n, depth, found, *_ in gate_lines(refused).lines
-    ]
-    console.print(f"[yellow]not ranked, dense gate not passed:[/yellow] {'; '.join(places)}")
+    ran = refused["gate_n"] > 0
+    for why, some in (("passed", refused[ran]), ("run", refused[~ran])):
+        places = [
+            f"{kind} {n} at {depth}" + (f" ({found})" if why == "passed" else "")
+            for kind, n, depth, found, *_ in gate_lines(some).lines
+        ]
+        if places:
+            line = f"[yellow]not ranked, dense gate not {why}:[/yellow] {'; '.join(places)}"
+            console.print(line)

@@ -54,15 +54,15 @@ def task_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarise_lm_eval(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line per policy and budget over the ranked tasks, of rows of one setting: those whose
-    scores are shares, as a perplexity would swamp the mean and win every comparison.
+    """One line per policy and budget over the tasks that passed the gate, of rows of one setting:
+    those whose scores are shares, as a perplexity would swamp the mean and win every comparison.
 
     tasks: how many; n: documents. score, score_se: mean of the tasks' scores and its standard
     error. difference, low, high: mean over tasks of the paired difference from dense, 95 %, from
-    the documents' differences within tasks.
-    same_as_dense: share of answers. Of every ranked task whose scores lie in [0, 1], also of those
+    the documents' differences within tasks, within [-1, 1]; of one task, its own interval.
+    same_as_dense: share of answers. Of every such task whose scores lie in [0, 1], also of those
     that are better when lower: worst_task, what it loses (a difference whose sign is turned where
-    lower is better) and its interval. below: all ranked tasks significantly worse (Holm)."""
+    lower is better) and its interval. below: all that passed and are significantly worse (Holm)."""
     table = task_table(rows)
     passed = table[~table["gated"].astype(bool)]
     ranked = passed[passed["lm_task"].isin(shares_of(table))]
@@ -110,7 +110,7 @@ def read_of(part: pd.DataFrame) -> dict[str, Any]:
 
 
 def over_tasks(own: pd.DataFrame, samples: pd.DataFrame) -> dict[str, Any]:
-    """own: the arm's ranked tasks; samples: its documents."""
+    """own: the arm's tasks that passed the gate; samples: its documents."""
     count = len(own)
     line = {
         "tasks": count,
@@ -122,11 +122,11 @@ def over_tasks(own: pd.DataFrame, samples: pd.DataFrame) -> dict[str, Any]:
         return line
     error = math.sqrt(sum(error_of(samples, task) ** 2 for task in own["lm_task"])) / count
     mean = float(own["difference"].mean())
-    return line | {
-        "difference": mean,
-        "low": mean - Z * error,
-        "high": mean + Z * error,
-    }
+    low, high = mean - Z * error, mean + Z * error
+    if count == 1:
+        low, high = (float(own[f"difference_{end}"].iloc[0]) for end in ("low", "high"))
+    # shares differ by one at most; NaN stays
+    return line | {"difference": mean, "low": np.maximum(low, -1.0), "high": np.minimum(high, 1.0)}
 
 
 def worst_columns(passed: pd.DataFrame) -> dict[str, Any]:

@@ -55,6 +55,11 @@ def measured(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["role"] == "measured"]
 
 
+def gated_kinds(rows: pd.DataFrame) -> set[str]:
+    """The kinds of needle that a dense gate was run for: it left samples of its own."""
+    return {str(kind) for kind in rows.loc[rows["role"] == "gate", "needle_kind"].unique()}
+
+
 def dense_label(rows: pd.DataFrame) -> str:
     """The policy that read everything: the one without a budget that left nothing out, and not
     because its rule happened to ask for all."""
@@ -91,16 +96,20 @@ def summarise_needle(rows: pd.DataFrame) -> pd.DataFrame:
     diff_low, diff_high (Tango 95 %), p_value (exact McNemar), resolvable (the smallest difference
     that test can tell from none). verdict in words. rank: 1 + the policies at this budget that are
     significantly better; NaN where nothing is ranked."""
-    rows = measured(rows)
+    kinds = gated_kinds(rows)
     lines = [
         line
-        for keys, part in rows.groupby(GRID, sort=False)
-        for line in grid_lines(dict(zip(GRID, keys, strict=True)), part)
+        for keys, part in measured(rows).groupby(GRID, sort=False)
+        for line in grid_lines(
+            dict(zip(GRID, keys, strict=True)), part, gate_ran=str(keys[0]) in kinds
+        )
     ]
     return pd.DataFrame(lines)
 
 
-def grid_lines(keys: dict[str, Any], rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
+def grid_lines(
+    keys: dict[str, Any], rows: pd.DataFrame, *, gate_ran: bool
+) -> Iterator[dict[str, Any]]:
     dense = dense_label(rows)
     arms = {Arm.of(policy, budget): part for (policy, budget), part in by_arm(rows)}
     of_dense = next(arm for arm in arms if arm.policy == dense)
@@ -113,7 +122,7 @@ def grid_lines(keys: dict[str, Any], rows: pd.DataFrame) -> Iterator[dict[str, A
             "policy": arm.policy,
             "budget_tokens": math.nan if arm.budget is None else arm.budget,
             **arm_line(part),
-            **({} if is_dense else comparison(answers, of_dense, arm)),
+            **({} if is_dense else comparison(answers, of_dense, arm, gate_ran=gate_ran)),
             "rank": math.nan if is_dense else rank_of(answers, arm, rivals),
             "is_dense": is_dense,
         }
@@ -149,26 +158,31 @@ def arm_line(part: pd.DataFrame) -> dict[str, Any]:
 
 
 def depth_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Accuracy per kind, context, policy, budget and depth, with n and whether it is ranked."""
+    """Accuracy and density per kind, context, policy, budget and depth, with n and whether it is
+    ranked."""
     keys = [*GRID, *CELL, "depth"]
     grouped = measured(rows).groupby(keys, dropna=False, sort=False)
     table = grouped["correct"].agg(["mean", "size"]).set_axis(["accuracy", "n"], axis=1)
+    table["density"] = grouped["density"].mean()
     table["gated"] = grouped["gated"].max().astype(bool)
     return table.reset_index()
 
 
 def hit_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Hit rate and chance per kind, context, policy, budget, layer and KV head, over prompts."""
+    """Hit rate and chance per kind, context, policy, budget, layer and KV head, over prompts;
+    above_half: the share of answers in which the head read the value in over half the steps."""
     rows = frame_of(rows)
     rows = rows[(rows["task"] == "needle") & rows["layer"].notna() & (rows["role"] == "measured")]
     rows = rows.assign(policy=distinct_labels(rows))
-    heads = rows.assign(
+    heads = rows[[*GRID, *CELL, "layer", "page_hit_chance"]].assign(
         kv_head=rows["page_hit_heads"].map(lambda hits: range(len(hits))),
         hit=rows["page_hit_heads"],
-    ).explode(["kv_head", "hit"])
+    )
+    heads = heads.explode(["kv_head", "hit"]).astype({"hit": float})
+    heads["above_half"] = heads["hit"] > 0.5
     keys = [*GRID, *CELL, "layer", "kv_head"]
-    grouped = heads.astype({"hit": float}).groupby(keys, dropna=False, sort=False)
-    return grouped[["hit", "page_hit_chance"]].mean().reset_index()
+    grouped = heads.groupby(keys, dropna=False, sort=False)
+    return grouped[["hit", "page_hit_chance", "above_half"]].mean().reset_index()
 
 
 def noise_floor(rows: pd.DataFrame) -> dict[str, float]:

@@ -126,12 +126,16 @@ def gate_lines(gate: pd.DataFrame) -> TextTable:
             f"{line['depth']:g}",
             f"{line['gate_correct']} of {line['gate_n']}" if line["gate_n"] else "not run",
             "" if math.isnan(line["gate_lower"]) else f"{line['gate_lower']:.2f}",
-            "not ranked" if line["not_ranked"] else "ranked",
+            gate_cell(not line["not_ranked"], ran=line["gate_n"] > 0),
         ]
         for line in lines_of(gate)
     ]
-    head = ["kind", "context", "depth", "dense correct", "lower bound", ""]
+    head = ["kind", "context", "depth", "dense correct", "lower bound", "gate"]
     return TextTable(head, lines, "dense on samples of the gate's own, one-sided 95 % bound")
+
+
+def gate_cell(passed: bool, *, ran: bool) -> str:
+    return "passed" if passed else "not passed" if ran else "not run"
 
 
 def floor_line(floor: Mapping[str, float]) -> str:

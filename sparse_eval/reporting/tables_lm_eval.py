@@ -8,20 +8,20 @@ from typing import Any
 
 import pandas as pd
 
-from sparse_eval.reporting.tables_live import TextTable, budget_of, lines_of
+from sparse_eval.reporting.tables_live import TextTable, budget_of, gate_cell, lines_of
 
 
 def mean_table(table: pd.DataFrame) -> TextTable:
-    """The mean of the ranked tasks beside the worst one. table: of summarise_lm_eval."""
+    """The mean of the tasks that passed beside the worst one. table: of summarise_lm_eval."""
     head = ["policy", "budget", "KV read", "tasks", "score", "minus dense", "worst task"]
     head += ["minus dense there", "below", "as dense"]
     return TextTable(
         head,
         [mean_line(line) for line in lines_of(table)],
-        "mean over ranked tasks whose scores are shares ± standard error; differences paired by "
-        "document, 95 %; worst task: negative is worse, its sign turned where lower is better; "
-        "below: ranked tasks significantly worse than dense (Holm over tasks); as dense: share of "
-        "identical answers",
+        "mean over tasks that passed the dense gate and whose scores are shares ± standard error; "
+        "differences paired by document, 95 %; worst task: negative is worse, its sign turned "
+        "where lower is better; below: tasks significantly worse than dense (Holm over tasks); "
+        "as dense: share of identical answers",
         ("worst task",),
     )
 
@@ -58,7 +58,7 @@ def scores_table(table: pd.DataFrame) -> TextTable:
         lines.append([name, f"{part['n'].max():.0f}", *cells])
     note = (
         "lm-eval's scores; ▼ ▲ significantly worse or better than dense (Holm over tasks); † not "
-        "ranked: the dense gate was not passed"
+        "ranked: the dense gate was not passed, or not run"
     )
     return TextTable(["task", "n", *arms], lines, note)
 
@@ -122,7 +122,7 @@ def gate_lines(table: pd.DataFrame) -> TextTable:
         "floor",
         "chance",
         "resolvable",
-        "",
+        "gate",
     ]
     lines = [
         [
@@ -134,7 +134,7 @@ def gate_lines(table: pd.DataFrame) -> TextTable:
             floor_of(line),
             number(line["chance"]),
             number(line["resolvable"]) or "n too small",
-            "not ranked" if line["gated"] else "ranked",
+            gate_cell(not line["gated"], ran=line["gate_on"] != "none"),
         ]
         for line in lines_of(table)
     ]

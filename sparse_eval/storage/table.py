@@ -32,10 +32,10 @@ def frame_of(rows: Iterable[Row] | pd.DataFrame) -> pd.DataFrame:
     contract does not name follow at the end as they are."""
     frame = rows.copy() if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
     known = [name for name in ALL_COLUMNS if name in frame]
-    frame = frame[known + [name for name in frame if name not in known]]
-    for name in known:
-        frame[name] = typed(frame[name])
-    return once(frame)
+    others = [name for name in frame if name not in known]
+    # at once: a table that grows column by column is in pieces, which pandas warns of
+    columns = {name: typed(frame[name]) for name in known} | {n: frame[n] for n in others}
+    return once(pd.DataFrame(columns, index=frame.index))
 
 
 def typed(column: pd.Series) -> pd.Series:

@@ -12,7 +12,7 @@ from sparse_eval.core import Row
 from sparse_eval.models import check_shapes
 from sparse_eval.needle.cell import Measurement
 from sparse_eval.needle.config import SPARE_TOKENS, NeedleConfig, needle_config
-from sparse_eval.needle.gate import Gate, can_pass, judge
+from sparse_eval.needle.gate import Gate, can_pass, judge, not_run_line
 from sparse_eval.needle.haystack import CHARS_PER_TOKEN, Haystack, haystack_text
 from sparse_eval.needle.kinds import KINDS
 from sparse_eval.needle.plant import plant
@@ -70,11 +70,7 @@ class Needle(LiveTask):
         """Rows of one cell at a time; cells measured before come from the store."""
         config = self.config
         if not can_pass(config.gate):
-            self.progress.warn(
-                f"{config.gate.n} gate samples cannot show dense accuracy of "
-                f"{config.gate.dense_min:g} even if all are right: the gate is not run and nothing "
-                "is ranked"
-            )
+            self.progress.warn(not_run_line(config.gate))
         groups = self.spots()
         with self.progress.bar("needles", sum(map(len, groups)), unit="prompts") as tick:
             for spots in groups:

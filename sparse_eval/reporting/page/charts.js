@@ -21,7 +21,7 @@ function pointsOf(policy) {
 function hoverText(policy, p) {
   const cost = policy.realisable ? `KV ${kib(p.bytes_kv)} + metadata ${kib(p.bytes_metadata)}` : `KV ${kib(p.bytes_kv)}, not realisable`;
   return [
-    `${policy.label} ${policy.readsAll ? "(reads everything)" : `at ${tokens(p.budget_tokens)}`}`,
+    `${policy.label} ${policy.readsAll ? "(reads everything)" : missing(p.budget_tokens) ? `adaptive: reads ${percent(p.density)} of the tokens` : `at ${tokens(p.budget_tokens)}`}`,
     `${METRICS[state.metric].label} ${withError(p.y, p.error)}, n = ${p.n}`,
     `${count(p.tokens_read)} tokens read per KV head and step`,
     `${cost} per KV head`,

@@ -60,9 +60,15 @@ function scaleBar(low, high, gradient, ...keys) {
   return element("div", { className: "scale" }, element("span", {}, low, bar, high), ...keys.map(key));
 }
 
+// What an adaptive policy reads, for its label; nothing where it has a budget.
+function readBy(label) {
+  const line = setting().headline.find((l) => l.policy === label);
+  return line && missing(line.budget_tokens) && line.density < 1 ? ` (adaptive: ${percent(line.density)})` : "";
+}
+
 function layerHeat() {
   const budget = chosenBudget(), metric = METRICS[state.metric];
-  const rows = setting().policies.filter((p) => !p.readsAll && !state.hidden.has(p.label)).map((p) => ({ ...p, name: p.label }));
+  const rows = setting().policies.filter((p) => !p.readsAll && !state.hidden.has(p.label)).map((p) => ({ ...p, name: p.label + readBy(p.label) }));
   const columns = setting().layers.map((l) => ({ ...l, name: String(l.layer), chosen: l.layer === state.layer }));
   const lines = setting().byLayer.filter((l) => missing(l.budget_tokens) || l.budget_tokens === budget);
   const find = (p, c) => lines.find((l) => l.policy === p.label && l.layer === c.layer);
@@ -79,7 +85,7 @@ function layerHeat() {
   };
   const ends = metric.best === 1 ? VIRIDIS : [...VIRIDIS].reverse();
   const scale = scaleBar(fixed(low, 1), fixed(high, 1), ends, ["hatched", "kept dense, or not measured"]);
-  at("layers-hint").textContent = `${metric.label} at ${tokens(budget)} by layer; choose a layer to see its curves above`;
+  at("layers-hint").textContent = `${metric.label}${missing(budget) ? "" : ` at ${tokens(budget)}`} by layer; choose a layer to see its curves above`;
   heat(at("layer-heat"), rows, columns, cellOf, scale);
 }
 

@@ -57,11 +57,13 @@ function lead() {
   const rivals = others.filter((l) => known(l.policy).realisable);
   const bounds = others.filter((l) => !known(l.policy).realisable);
   const strong = (text) => element("strong", {}, text);
-  const list = (some) => some.map((l) => `${l.policy} ${fixed(l.recall)}`).join(", ");
+  const own = missing(main.budget_tokens);
+  const where = (l) => (missing(l.budget_tokens) ? ` (adaptive: reads ${percent(l.density)} of the tokens)` : own ? ` (at ${tokens(l.budget_tokens)})` : "");
+  const list = (some) => some.map((l) => `${l.policy} ${fixed(l.recall)}${where(l)}`).join(", ");
   at("lead").replaceChildren(
-    missing(main.budget_tokens) ? "" : `At ${tokens(budget)} per KV head, `,
+    own ? "" : `At ${tokens(budget)} per KV head, `,
     strong(main.policy), " holds ", strong(withError(main.recall, main.recall_se)),
-    ` of the attention mass and reads ${percent(main.model_read_fraction)} of the model's KV`,
+    ` of the attention mass and reads ${percent(main.model_read_fraction)} of the model's KV${own ? `, ${percent(main.density)} of the tokens, without a budget` : ""}`,
     rivals.length ? `; ${list(rivals)}` : "",
     bounds.length ? `; not realisable: ${list(bounds)}` : "", `. ${prompts(main.n)}.`,
   );
