@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic
 from torch import Tensor
 
 from sparse_eval.core import AttentionCall
-from sparse_eval.policies.base import StateT, full_BP, num_pages_of
+from sparse_eval.policies.base import StateT, full_BP
 
 QUANTITIES = ("max", "log_mass")
 
@@ -55,10 +55,6 @@ class Score(ABC, Generic[StateT]):
 
     def config(self) -> dict[str, Any]:
         return {"name": self.name, **{f.name: getattr(self, f.name) for f in fields(self)}}
-
-
-def capacity_pages(call: AttentionCall, page_size: int) -> int:
-    return num_pages_of(call.capacity, page_size)
 
 
 def score_of(given: Any, kinds: Mapping[str, type[Score]]) -> Score:

@@ -5,7 +5,6 @@ Source of the method: Faster Flash Decoding, a write-up of 2-bit key thumbnails 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -290,5 +289,3 @@ def check_rule(delta: float, sink_pages: int, local_pages: int, pseudo_max: str)
             raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
     if pseudo_max not in PSEUDO_MAX:
         raise ValueError(f"pseudo_max must be one of {', '.join(PSEUDO_MAX)}, got {pseudo_max!r}")
-    if math.isnan(delta):
-        raise ValueError(f"delta must be a number >= 0 or inf, got {delta!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -118,16 +117,10 @@ def ffd_step_triton(
     scale: float,
     pseudo_max: str,
     block_table: Tensor | None,
-    select: dict[str, Any] | None = None,
-    attend: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments and results as in api.ffd_step, which checks them. select, attend: options of
-    ffd_select_triton and lists_decode_triton."""
+    """Arguments and results as in api.ffd_step, which checks them."""
     rows, kv_heads = len(q), thumbnail.codes.shape[1]
-    options = select or {}
-    blocks = options.get("num_blocks") or blocks_of(
-        thumbnail, rows * kv_heads, q.device, options.get("block_n")
-    )
+    blocks = blocks_of(thumbnail, rows * kv_heads, q.device)
     sums = torch.empty(rows, kv_heads, blocks, dtype=torch.int32, device=q.device)
     pack_triton(
         *(thumbnail, residual, k, starts, lengths, block_table),
@@ -144,7 +137,7 @@ def ffd_step_triton(
         block_table=block_table,
         chained=True,
         sums=sums,
-        **{**options, "num_blocks": blocks},
+        num_blocks=blocks,
     )
     out, lse = lists_decode_triton(
         *(q, k, v, thumbnail, residual, pages, counts, starts, lengths),
@@ -152,12 +145,11 @@ def ffd_step_triton(
         scale=scale,
         block_table=block_table,
         chained=True,
-        **(attend or {}),
     )
     return out, lse, pages, counts
 
 
-def blocks_of(t: Thumbnail, lists: int, device: torch.device, block_n: int | None) -> int:
+def blocks_of(t: Thumbnail, lists: int, device: torch.device, block_n: int | None = None) -> int:
     """Programs per list, one tile each at least."""
     plan = plan_of(t, lists, device)
     return min(triton.cdiv(t.num_tokens, block_n or plan.block_n), plan.num_blocks)

@@ -324,6 +324,12 @@ def attend_loaded(
         mask_part = mask_m[:, None] & (offs_part < num_parts)
         tl.store(part_ptr + offs_part, lse_of_parts(s, PART), mask=mask_part)
 
+    return run_softmax(s, m, l, acc, v, P_UNIT, STACKED)
+
+
+@triton.jit
+def run_softmax(s, m, l, acc, v, P_UNIT: tl.constexpr, STACKED: tl.constexpr):
+    """The running softmax (m, l, acc) after scores s [BLOCK_M, BLOCK_T] of the values v."""
     m_new = tl.maximum(m, tl.max(s, 1))
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2((s - base[:, None]) * LOG2E)

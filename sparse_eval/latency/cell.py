@@ -18,7 +18,6 @@ from sparse_eval.policies.quest import EIGHT_BITS, Quest
 
 MAX_BUFFERS = 64
 MEMORY_SHARE = 0.5
-MIN_TIMED_US = 200
 
 
 @dataclass(frozen=True)
