@@ -20,7 +20,12 @@ from sparse_eval.__main__ import main
 from sparse_eval.cli.kits import KITS
 from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.kernels.thumbnail import pack_residual, pack_thumbnail
-from sparse_eval.latency.baselines import Attend, other_kernels, those_that_run
+from sparse_eval.latency.baselines import (
+    FLASH_ATTENTION_3,
+    Attend,
+    other_kernels,
+    those_that_run,
+)
 from sparse_eval.latency.cell import Cell
 from sparse_eval.latency.clock import timing
 from sparse_eval.latency.config import FFD_PARTS, Shapes, check_latency, latency_config
@@ -241,13 +246,29 @@ def install(monkeypatch, name: str, **members: Any) -> None:
 
 def test_what_is_not_installed_is_said():
     tried = other_kernels()
-    assert set(tried.good) | set(tried.refused) == {"flash_attention_3", "flashinfer"}
-    for name, module in (
-        ("flash_attention_3", "flash_attn_interface"),
-        ("flashinfer", "flashinfer"),
-    ):
+    modules = {**FLASH_ATTENTION_3, "flashinfer": "flashinfer"}
+    assert set(tried.good) | set(tried.refused) == set(modules)
+    for name, module in modules.items():
         if find_spec(module) is None:
             assert tried.refused[name] == f"{module} is not installed"
+
+
+def test_a_package_that_cannot_be_loaded_says_why(monkeypatch):
+    install(monkeypatch, "fa3_fwd_interface")
+    refused = other_kernels().refused["flash_attention_3 fa3_fwd"]
+    assert refused.startswith("AttributeError: ") and "flash_attn_with_kvcache" in refused
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError, FileNotFoundError, KeyError])
+def test_whatever_a_baseline_raises_refuses_it_alone(kind):
+    q, k, v = qkv(2, 128)
+
+    def fails(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise kind("ninja")
+
+    tried = those_that_run({"fails": fails, "right": dense}, q, k, v, dense(q, k, v))
+    assert list(tried.good) == ["right"]
+    assert tried.refused["fails"].startswith(f"{kind.__name__}: ")
 
 
 def test_a_baseline_that_fails_or_errs_says_why():
@@ -269,7 +290,8 @@ def test_a_baseline_that_fails_or_errs_says_why():
     }
 
 
-def test_flash_attention_3_gets_what_its_documentation_asks_for(monkeypatch):
+@pytest.mark.parametrize(("name", "module"), FLASH_ATTENTION_3.items())
+def test_flash_attention_3_gets_what_its_documentation_asks_for(monkeypatch, name, module):
     q, k, v = qkv(3, 100)
 
     def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -279,10 +301,9 @@ def test_flash_attention_3_gets_what_its_documentation_asks_for(monkeypatch):
         out = dense(q[:, 0], k_cache.transpose(1, 2), v_cache.transpose(1, 2))
         return out[:, None]
 
-    install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=flash_attn_with_kvcache)
-    truth = dense(q, k, v)
-    tried = those_that_run(other_kernels().good, q, k, v, truth)
-    assert "flash_attention_3" in tried.good
+    install(monkeypatch, module, flash_attn_with_kvcache=flash_attn_with_kvcache)
+    tried = those_that_run({name: other_kernels().good[name]}, q, k, v, dense(q, k, v))
+    assert list(tried.good) == [name]
 
 
 class FakeDecode:
