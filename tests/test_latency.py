@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_eval.__main__ import main
 from sparse_eval.cli.kits import KITS
+from sparse_eval.kernels.ffd import ffd_select
 from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.kernels.thumbnail import pack_residual, pack_thumbnail
 from sparse_eval.latency.baselines import (
@@ -30,7 +31,7 @@ from sparse_eval.latency.cell import Cell
 from sparse_eval.latency.clock import timing
 from sparse_eval.latency.config import FFD_PARTS, Shapes, check_latency, latency_config
 from sparse_eval.latency.ffd_cell import FFDBuffer, FFDCell
-from sparse_eval.latency.replay import captured_lists
+from sparse_eval.latency.replay import captured_keys, captured_lists
 from sparse_eval.latency.rules import kept, matched, top_p
 from sparse_eval.policies.quest import Quest
 from sparse_eval.policies.window import Window
@@ -39,6 +40,7 @@ from sparse_eval.reporting.page_live import live_page
 from sparse_eval.reporting.plots_latency import latency_pictures
 from sparse_eval.reporting.show_latency import print_results
 from sparse_eval.reporting.summarise_latency import slope, speedups, split_latency
+from sparse_eval.storage.table import frame_of
 from tests.factories import latency_rows
 
 TASK = yaml.safe_load((Path(__file__).parent.parent / "conf" / "task" / "latency.yaml").read_text())
@@ -69,6 +71,9 @@ def test_without_a_gpu_it_ends_with_one_line_and_exit_code_2(monkeypatch, capsys
         ({"keep_ratio": 0}, "task.keep_ratio must be a number between 0 and 1"),
         ({"scales": "head"}, "task.scales must be one of token, channel"),
         ({"lists": "nowhere.safetensors"}, "task.lists must be scattered or a capture's path"),
+        ({"keys": "nowhere.safetensors"}, "task.keys must be random or a capture's path"),
+        ({"deltas": [5, -1]}, "task.deltas must be numbers >= 0, in logits, got -1"),
+        ({"deltas": [float("inf")]}, "task.deltas must be numbers >= 0, in logits, got inf"),
         (
             {"shapes": {"num_heads": 5, "num_kv_heads": None, "head_dim": None}},
             "num_heads must be a multiple of num_kv_heads",
@@ -218,6 +223,54 @@ def test_lists_that_do_not_fit_the_cells_are_refused_in_one_line(capture, saved)
         (short, f"holds {tokens} tokens, so task.contexts must be at least that"),
         (other, f"has {kv_heads} KV heads, but task.shapes has {kv_heads + 1}"),
         (torn, "not a readable capture"),
+    ):
+        with pytest.raises(ValueError, match=message) as failure:
+            check_latency(changed, info, Quest(page_size=16), "cuda")
+        assert "\n" not in str(failure.value)
+
+
+def test_a_layers_keys_are_laid_end_to_end(capture, saved):
+    layer = captured_keys(saved, "cpu", torch.float32)[1]
+    held = capture.layers[layer.layer]
+    live = int(capture.lengths_T.max())
+    q, k, v = layer.tiled(3, 2 * live + 40, turn=1)
+    assert k.shape == (3, held.keys_GND.shape[0], 2 * live + 40, held.keys_GND.shape[2])
+    for row in range(3):
+        assert torch.equal(k[row, :, :40], held.keys_GND[:, :40])
+        assert torch.equal(k[row, :, 40 : 40 + live], held.keys_GND[:, :live])
+        assert torch.equal(v[row, :, -live:], held.values_GNE[:, :live])
+        step = capture.num_queries - 1 - (3 + row) % capture.num_queries
+        torch.testing.assert_close(q[row], held.queries_THD[step])
+
+
+def test_top_delta_over_a_captured_layer_reads_what_its_policy_would(capture, saved):
+    if torch.cuda.is_available():
+        pytest.skip("the kernel is compiled in this process")
+    layer = captured_keys(saved, "cpu", torch.float32)[0]
+    shapes = Shapes(layer.queries_THD.shape[1], *layer.keys_GND.shape[::2])
+    cell = FFDCell(2, 320, shapes, torch.float32, 16, 1, 2, "token", torch.device("cpu"))
+    x = cell.replayed(layer, 0)
+    some, all_ = cell.reading_at(x, 1.0), cell.reading_at(x, 1e9)
+    assert 0 < some.density < all_.density == 1.0
+    pages, counts = ffd_select(
+        *(x.q, x.k, x.thumbnail, None, cell.lengths()),
+        **{"delta": 1.0, "sink_pages": 1, "local_pages": 2, "scale": cell.scale},
+        backend="torch",
+    )
+    assert torch.equal(some.pages, pages) and torch.equal(some.counts, counts)
+
+
+def test_keys_that_do_not_fit_the_cells_are_refused_in_one_line(capture, saved):
+    kv_heads, tokens, head_dim = capture.layers[0].keys_GND.shape
+    heads = capture.layers[0].queries_THD.shape[1]
+    info = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, name="tiny")
+    task = TASK | {"what": ["ffd_step"], "keys": str(saved), "contexts": [tokens, 4096]}
+    check_latency(task, info, Quest(page_size=16), "cuda")
+    shorter = task | {"contexts": [4096, tokens - 1]}
+    other = task | {"shapes": {"num_heads": None, "num_kv_heads": None, "head_dim": 2 * head_dim}}
+    for changed, message in (
+        (shorter, f"holds {tokens} tokens, so task.contexts must be at least that"),
+        (other, f"has head_dim {head_dim}, but task.shapes has {2 * head_dim}"),
     ):
         with pytest.raises(ValueError, match=message) as failure:
             check_latency(changed, info, Quest(page_size=16), "cuda")
@@ -390,12 +443,16 @@ def test_top_delta_rows_have_pictures_and_tables_of_their_own(tmp_path, capsys):
             step.assign(density_target=0.05, density=0.052),
             step.assign(density_target=0.18, density=0.183),
             step.assign(what="top_k", keep_ratio=0.273, density=0.273),
+            step.assign(keys="/a/long/way/to/kv.safetensors", layer=18, delta_target=5.0),
         ]
     )
     parts = split_latency(rows)
-    assert [len(part) for part in parts.values()] == [16, 8, 8, 8]
+    assert [len(part) for part in parts.values()] == [16, 8, 8, 8, 8]
     assert "top-δ, 18% read" in list(parts)[2] and "rules, 27.3% kept" in list(parts)[3]
-    assert len(latency_pictures(rows, tmp_path)) == 3 + 3 * 2
+    assert list(parts)[4].endswith("top-δ at δ = 5, layer 18 of kv.safetensors")
+    keyed = rows.assign(cell_key=rows["context"].astype(str))
+    assert len(frame_of(keyed)) == len(rows)  # each is a measurement of its own
+    assert len(latency_pictures(rows, tmp_path)) == 3 + 4 * 2
     print_results(rows.to_dict("records"), None, Console(width=200))  # type: ignore
     assert "ffd_step, 18.3%" in capsys.readouterr().out
     pairs = paired_timings(rows, rows.assign(median_us=rows["median_us"] * 2))

@@ -155,19 +155,22 @@ def step_plan_of(
 ) -> StepPlan:
     """By shape, measured on one H200 (docs/performance.md). capacity: tokens a list may read.
 
-    Beside one score program (its shared memory is by num_stages) exactly two of attention fit on a
-    multiprocessor, so all are there from the start, evenly spread. Where there is much to score it
-    is two; where attention leaves half of the multiprocessors free nothing needs to be spread.
     Where every split chooses, a launch and a wait are saved; many splits that choose among many
-    pages cost more than that."""
+    pages cost more than that. Many lists with much to score end unevenly: more and smaller programs
+    of attention even that out. Where a program scores one tile at most, a second one in flight
+    would only take room from attention."""
     attend = plan_of(lists, page_size, token_bytes, is_sparse=True)
-    chooses = num_pages > 2048 or (num_pages > 1024 and lists >= 16)
+    chooses = num_pages > 2048 or (num_pages > 1024 and lists > 32)
+    is_uneven = lists > 32 and num_pages >= 1024 and attend.num_warps >= 4
     splits = splits_of(
-        *(lists, triton.cdiv(capacity, attend.block_t), device),
-        programs=(3 if page_size >= 64 else 4) if chooses else 2,
+        *(lists, capacity, attend.block_t, device),
+        programs=attend.programs * (2 if chooses or is_uneven else 1),
+        least=64 if chooses else 128,
     )
     tiles, sms = lists * triton.cdiv(num_pages, 64), multiprocessors(device)
-    is_small, is_large = 2 * lists * splits <= sms, tiles > 12 * sms
-    stages = 2 if is_small else 4 if in_8_bits and not is_large else 3
-    score = ScorePlan(64, sms * (2 if is_large else 1), 4, stages)
+    if tiles + lists <= sms:
+        return StepPlan(ScorePlan(64, sms, 4, 2), attend, splits, chooses)
+    is_large = lists > 32 and tiles > 12 * sms
+    stages = 4 if in_8_bits and not is_large else 3
+    score = ScorePlan(64, sms * (2 if is_large or tiles <= sms else 1), 4, stages)
     return StepPlan(score, attend, splits, chooses)

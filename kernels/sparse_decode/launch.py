@@ -6,7 +6,7 @@ graph and replayed at other lengths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -53,7 +53,9 @@ def sparse_decode_triton(
     token_bytes = max(block_d, block_e) * q.element_size()
     plan = plan_of(rows * lists, page_size, token_bytes, is_sparse=pages is not None)
     block_t = block_t or plan.block_t
-    num_splits = num_splits or splits_of(rows * lists, triton.cdiv(capacity, block_t), q.device)
+    num_splits = num_splits or splits_of(
+        *(rows * lists, capacity, block_t, q.device), programs=plan.programs
+    )
     assert num_splits <= MAX_SPLITS and block_t >= 16
     part = min(page_size & -page_size, block_t)
     parts_of_page = page_size // part
@@ -153,23 +155,42 @@ class Plan:
     num_warps: int
     num_stages: int
 
+    @property
+    def programs(self) -> int:
+        """Per multiprocessor, where each takes one share of the work."""
+        return 4 if self.num_warps < 4 else 2
+
 
 def plan_of(lists: int, page_size: int, token_bytes: int, *, is_sparse: bool) -> Plan:
     """Tiles by shape, measured on one H200 (docs/performance.md). token_bytes: of K or of V."""
     if INTERPRETED:
         return Plan(256, 4, 3)  # the interpreter pays per tile
     is_busy = lists >= 16
-    tile = 32 if is_sparse and page_size < 64 and is_busy else 64
-    block_t = min(tile, max(16, TILE_BYTES // token_bytes))
-    # Eight warps read one long cache best, four a list of pages.
-    return Plan(block_t, 8 if is_busy and not is_sparse else 4, 4 if block_t < 64 else 3)
+    if not is_sparse:  # eight warps read one long cache best, four a list of pages
+        plan = Plan(64, 8 if is_busy else 4, 3)
+    elif page_size == 16:  # tiles that lie in one page each
+        plan = Plan(16, 2, 4) if is_busy else Plan(16, 4, 3)
+    elif page_size in (32, 64):
+        plan = Plan(32, 4, 3)
+    else:
+        plan = Plan(32, 4, 4) if page_size < 64 and is_busy else Plan(64, 4, 3)
+    return replace(plan, block_t=min(plan.block_t, max(16, TILE_BYTES // token_bytes)))
 
 
-def splits_of(lists: int, tiles: int, device: torch.device, *, programs: int = 2) -> int:
-    """Splits per list: so many programs per multiprocessor at most, at one go; of four tiles or
-    more each, unless that leaves multiprocessors without work."""
+def splits_of(
+    lists: int,
+    capacity: int,
+    block_t: int,
+    device: torch.device,
+    *,
+    programs: int,
+    least: int = 128,
+) -> int:
+    """Splits per list of up to capacity tokens: so many programs per multiprocessor at most, of
+    four tiles and `least` tokens or more each, unless that leaves multiprocessors without work."""
     sms = multiprocessors(device)
-    useful = max(tiles // 4, min(tiles, sms // max(1, lists)))
+    spread = min(triton.cdiv(capacity, min(2 * block_t, 64)), sms // max(1, lists))
+    useful = max(capacity // max(4 * block_t, least), spread)
     return max(1, min(useful, programs * sms // max(1, lists), MAX_SPLITS))
 
 

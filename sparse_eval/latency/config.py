@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from sparse_eval.kernels.quest_select import can_select
 from sparse_eval.kernels.thumbnail import MAX_TRITON_PAGE_SIZE, RULES, can_use_triton
-from sparse_eval.latency.replay import check_replay
+from sparse_eval.latency.replay import check_keys, check_replay
 from sparse_eval.policies.quest import Quest
 
 QUEST_PARTS = ("dense", "metadata", "select", "attend", "step")
@@ -29,9 +30,10 @@ class LatencyConfig:
     """batches, contexts: rows and tokens of each cell. graph: which launch modes. repeats: replays
     timed. working_set: bytes the buffers rotate over, in L2 sizes. steps: attention steps in one
     graph, at least. lists: None: scattered page lists; a path: lists replayed from that capture.
-    new_tokens: of what=generate, which decodes one row. densities: shares of the tokens that a KV
-    head's union reads in the ffd parts; scales: their thumbnails' step rule; keep_ratio: share of
-    the tokens that a query head keeps in what=rules."""
+    new_tokens: of what=generate, which decodes one row. keys: of the ffd parts; None: random ones,
+    at densities, the shares of the tokens that a KV head's union reads; a path: a capture's, at
+    deltas. scales: their thumbnails' step rule; keep_ratio: share of the tokens that a query head
+    keeps in what=rules."""
 
     what: tuple[str, ...]
     batches: tuple[int, ...]
@@ -42,7 +44,9 @@ class LatencyConfig:
     steps: int
     lists: Path | None
     new_tokens: int
+    keys: Path | None
     densities: tuple[float, ...]
+    deltas: tuple[float, ...]
     scales: str
     keep_ratio: float
     shapes: Shapes
@@ -65,9 +69,6 @@ def latency_config(task: Mapping[str, Any], info: Any) -> LatencyConfig:
         raise ValueError(f"task.graph must be a list of true and false, got {graph}")
     if isinstance(task["working_set"], bool) or not isinstance(task["working_set"], int | float):
         raise ValueError(f"task.working_set must be a number > 0, got {task['working_set']!r}")
-    lists = task["lists"]
-    if lists != "scattered" and not Path(str(lists)).is_file():
-        raise ValueError(f"task.lists must be scattered or a capture's path, got {lists!r}")
     return LatencyConfig(
         what=tuple(what),
         batches=tuple(batches),
@@ -76,11 +77,13 @@ def latency_config(task: Mapping[str, Any], info: Any) -> LatencyConfig:
         repeats=whole_number("task.repeats", task["repeats"], 3),
         working_set=float(task["working_set"]),
         steps=whole_number("task.steps", task["steps"], 1),
-        lists=None if lists == "scattered" else Path(lists),
+        lists=capture_path("task.lists", task["lists"], "scattered"),
         new_tokens=whole_number("task.new_tokens", task["new_tokens"], 2),
+        keys=capture_path("task.keys", task["keys"], "random"),
         densities=tuple(
             share("task.densities", x) for x in listed("task.densities", task["densities"])
         ),
+        deltas=tuple(delta_of(x) for x in listed("task.deltas", task["deltas"])),
         scales=scales_of(task["scales"]),
         keep_ratio=share("task.keep_ratio", task["keep_ratio"]),
         shapes=shapes_of(task["shapes"], info),
@@ -109,6 +112,8 @@ def check_latency(task: Mapping[str, Any], info: Any, policy: Any, device: str) 
             f"task.what={sorted(uses_thumbnails)[0]} takes page sizes that are powers of two up to "
             f"{MAX_TRITON_PAGE_SIZE}, got {policy.page_size}"
         )
+    if config.keys is not None and {*FFD_PARTS} & {*config.what}:
+        check_keys(config.keys, vars(config.shapes), config.contexts)
     if not {*QUEST_PARTS, "generate"} & {*config.what}:
         return
     num_pages = max(config.contexts) // policy.page_size
@@ -143,6 +148,21 @@ def listed(name: str, value: Any) -> list[Any]:
     if not values:
         raise ValueError(f"{name} must have at least one value, got []")
     return values
+
+
+def capture_path(name: str, value: Any, otherwise: str) -> Path | None:
+    """None where value is the word that stands for no capture."""
+    if value == otherwise:
+        return None
+    if not Path(str(value)).is_file():
+        raise ValueError(f"{name} must be {otherwise} or a capture's path, got {value!r}")
+    return Path(value)
+
+
+def delta_of(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"task.deltas must be numbers >= 0, in logits, got {value!r}")
+    return float(value)
 
 
 def share(name: str, value: Any) -> float:

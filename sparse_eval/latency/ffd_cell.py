@@ -1,7 +1,8 @@
-"""One cell of top-δ decoding: thumbnails over caches that exceed the L2, at stated densities.
+"""One cell of top-δ decoding: thumbnails over caches that exceed the L2.
 
-Keys and queries are Gaussian, and one sink token per query head scores PEAK, so that the
+Random keys and queries are Gaussian, and one sink token per query head scores PEAK, so that the
 pseudo-max stands clear of the rest; δ is set so that a KV head's union reads the wanted share.
+A captured layer's are read at a stated δ.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sparse_eval.kernels.thumbnail import (
 from sparse_eval.latency.cell import MAX_BUFFERS, MEMORY_SHARE
 from sparse_eval.latency.clock import Step
 from sparse_eval.latency.config import FFD_PARTS, Shapes
+from sparse_eval.latency.replay import CapturedKeys
 
 PEAK = 12.0  # logits
 
@@ -104,6 +106,10 @@ class FFDCell:
             )
         return max(1, min(math.ceil(working_set * 16 / self.dense_bytes), MAX_BUFFERS, fits))
 
+    def replayed(self, layer: CapturedKeys, turn: int) -> FFDBuffer:
+        """Buffer number `turn` over a captured layer."""
+        return self.packed(*layer.tiled(self.batch, self.context, turn))
+
     def buffer(self) -> FFDBuffer:
         s = self.shapes
         q = torch.randn(self.batch, s.num_heads, s.head_dim, dtype=self.dtype, device=self.device)
@@ -117,6 +123,9 @@ class FFDCell:
         sinks = peak.unflatten(1, (s.num_kv_heads, -1)).to(self.dtype)
         room = min(sinks.shape[2], self.sink_pages * self.page_size, self.context)
         k[:, :, :room] = sinks[:, :, :room]
+        return self.packed(q, k, v)
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor) -> FFDBuffer:
         thumbnail = pack_thumbnail(k, page_size=self.page_size, rule=self.scales, backend="triton")
         residual = pack_residual(k, thumbnail, backend="triton")
         return FFDBuffer(q, k, v, thumbnail, residual)
@@ -134,7 +143,9 @@ class FFDCell:
         ).amax(-1)
         gap = (forced[..., None] - page_max).unflatten(1, (self.shapes.num_kv_heads, -1)).amin(2)
         rank = min(max(int(density * gap.numel()), 1), gap.numel())
-        delta = max(0.0, gap.flatten().kthvalue(rank).values.item())
+        return self.reading_at(x, max(0.0, gap.flatten().kthvalue(rank).values.item()))
+
+    def reading_at(self, x: FFDBuffer, delta: float) -> Reading:
         pages, counts = self.select(x, delta)
         share = counts.float().mean().item() * self.page_size / self.length
         return Reading(delta, pages, counts, min(share, 1.0))

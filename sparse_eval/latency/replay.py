@@ -1,8 +1,8 @@
-"""Page lists as a policy chose them on a real cache, for timing instead of scattered ones."""
+"""A real cache for timing: page lists as a policy chose them on it, or its keys end to end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparse_eval.capture import CapturedKV, load_capture
+from sparse_eval.capture import CapturedKV, LayerCapture, load_capture
 from sparse_eval.policies.quest import Quest
 
 
@@ -52,10 +52,65 @@ def captured_lists(path: Path, policy: Quest, budget: int, device: str) -> Captu
     )
 
 
+@dataclass(frozen=True)
+class CapturedKeys:
+    """One layer: keys_GND and values_GNE of its cache, queries_THD of its decode steps, latest
+    first, to be scaled by head_dim ** -0.5."""
+
+    layer: int
+    capture_hash: str
+    keys_GND: Tensor
+    values_GNE: Tensor
+    queries_THD: Tensor
+
+    def tiled(self, batch: int, context: int, turn: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q [batch, H, D], k and v [batch, G, context, ...] of buffer number `turn`.
+
+        Every row has the layer's tokens laid end to end: they begin with its first tokens and end
+        with its last; each row of each buffer takes another query, as far as there are. Positions
+        are those the keys were captured at."""
+        num_tokens = self.keys_GND.shape[1]
+        whole, rest = divmod(context, num_tokens)
+        device = self.keys_GND.device
+        order = torch.cat([torch.arange(rest), torch.arange(num_tokens).repeat(whole)]).to(device)
+        k, v = (x[:, order][None].repeat(batch, 1, 1, 1) for x in (self.keys_GND, self.values_GNE))
+        steps = (turn * batch + torch.arange(batch, device=device)) % len(self.queries_THD)
+        return self.queries_THD[steps], k, v
+
+
+def captured_keys(path: Path, device: str, dtype: torch.dtype) -> list[CapturedKeys]:
+    """The full-attention layers of the capture at path, up to the last step's length."""
+    capture = load_capture(path)
+    live = int(capture.lengths_T.max())
+
+    def layer_of(i: int, x: LayerCapture) -> CapturedKeys:
+        k, v = (cache[:, :live].to(device, dtype) for cache in (x.keys_GND, x.values_GNE))
+        q = x.queries_THD.flip(0) * (x.scale * x.keys_GND.shape[2] ** 0.5)
+        return CapturedKeys(i, capture.hash, k, v, q.to(device, dtype))
+
+    return [layer_of(i, layer) for i, layer in capture.layers.items()]
+
+
+def check_keys(path: Path, shapes: Mapping[str, int], contexts: Sequence[int]) -> None:
+    """ValueError in one line where the keys of the capture at path do not fit the cells."""
+    capture = load_capture(path)
+    kv_heads, tokens = extent(capture, "task.keys")
+    layer = next(iter(capture.layers.values()))
+    held = (layer.queries_THD.shape[1], kv_heads, layer.keys_GND.shape[2])
+    for (name, wanted), value in zip(shapes.items(), held, strict=True):
+        if value != wanted:
+            raise ValueError(f"task.keys: {path} has {name} {value}, but task.shapes has {wanted}")
+    if tokens > min(contexts):
+        raise ValueError(
+            f"task.keys: {path} holds {tokens:,} tokens, so task.contexts must be at least that, "
+            f"got {min(contexts):,}"
+        )
+
+
 def check_replay(path: Path, num_kv_heads: int, contexts: Sequence[int]) -> None:
     """ValueError in one line where the lists of the capture at path do not fit the cells."""
     capture = load_capture(path)
-    kv_heads, tokens = extent(capture)
+    kv_heads, tokens = extent(capture, "task.lists")
     if kv_heads != num_kv_heads:
         raise ValueError(
             f"task.lists: {path} has {kv_heads} KV heads, but task.shapes has {num_kv_heads}"
@@ -67,9 +122,9 @@ def check_replay(path: Path, num_kv_heads: int, contexts: Sequence[int]) -> None
         )
 
 
-def extent(capture: CapturedKV) -> tuple[int, int]:
+def extent(capture: CapturedKV, setting: str) -> tuple[int, int]:
     """KV heads and tokens of a capture's layers."""
     if not capture.layers:
-        raise ValueError("task.lists: the capture has no full-attention layer")
+        raise ValueError(f"{setting}: the capture has no full-attention layer")
     kv_heads, tokens, _ = next(iter(capture.layers.values())).keys_GND.shape
     return kv_heads, tokens

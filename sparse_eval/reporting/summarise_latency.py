@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 SETTING = ("model", "device", "dtype", "page_size", "budget_tokens", "lists")
-TARGETS = ("density_target", "keep_ratio")
+TARGETS = ("density_target", "keep_ratio", "keys", "layer", "delta_target")
 WORK = ("what", "baseline", "batch", "context", "graph")
 TABLE = (
     "batch",
@@ -42,14 +44,16 @@ def split_latency(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         model, device, dtype, page_size, budget, lists = key[: len(SETTING)]
         name = f"{model} shapes, {device}, {dtype}, page {page_size:.0f}, "
         name += aim_of(dict(zip(targets, key[len(SETTING) :], strict=True)), budget)
-        name = name if lists == "scattered" else f"{name}, lists of {lists}"
+        name = name if lists == "scattered" else f"{name}, lists of {Path(lists).name}"
         parts |= split_runs(name, part)
     return parts
 
 
-def aim_of(targets: Mapping[str, float], budget: float) -> str:
+def aim_of(targets: Mapping[str, Any], budget: float) -> str:
     """What a setting's rows were to read."""
-    density, ratio = (targets.get(name, float("nan")) for name in TARGETS)
+    density, ratio, keys, layer, delta = (targets.get(name, float("nan")) for name in TARGETS)
+    if pd.notna(delta):
+        return f"top-δ at δ = {delta:g}, layer {layer:.0f} of {Path(keys).name}"
     if pd.notna(density):
         return f"top-δ, {density:.0%} read by a KV head"
     if pd.notna(ratio):

@@ -49,7 +49,8 @@ LM_EVAL_COLUMNS = names(
 LATENCY_COLUMNS = names(
     "what batch num_heads num_kv_heads head_dim graph l2_resident median_us p10_us p90_us bytes"
     " terabytes_per_s ceiling_fraction baseline speedup_vs_sdpa speedup_vs_best"
-    " model_speedup_bound tokens_per_second buffers lists run"
+    " model_speedup_bound tokens_per_second buffers lists keys density_target delta_target"
+    " keep_ratio delta floor_speedup top_delta_speedup run"
 )
 ALL_COLUMNS = tuple(
     dict.fromkeys(
@@ -67,7 +68,7 @@ TEXT = frozenset(
         "task sample prompt_hash prompts model revision weights policy policy_config protocol"
         " backend device dtype capture_hash cell_key layer_kind needle_kind outcome lm_task metric"
         " loglikelihood_mode what baseline role chat kv_form expected output needle"
-        " dense_output lists verdict gate_on scores run"
+        " dense_output lists keys verdict gate_on scores run"
     )
 )
 INTEGER = frozenset(
@@ -84,7 +85,7 @@ NUMBER = frozenset(ALL_COLUMNS) - TEXT - INTEGER - FLAG - LIST
 
 CELL_IDENTITY = names(
     "cell_key layer kv_head needle_kind depth lm_task metric what batch graph l2_resident baseline"
-    " run"
+    " density_target delta_target keep_ratio run"
 )
 """Two rows that agree in all of these are the same measurement, whatever folder they lie in. run:
 timings belong to the session that took them; results.load says which, other rows have none."""

@@ -24,8 +24,13 @@ from sparse_eval.latency.baselines import Attend, other_kernels, sdpa_variants, 
 from sparse_eval.latency.cell import Buffer, Cell
 from sparse_eval.latency.clock import Ceiling, Timed, Timing, measure, memory_ceiling
 from sparse_eval.latency.config import FFD_PARTS, LatencyConfig, latency_config
-from sparse_eval.latency.ffd_cell import FFDBuffer, FFDCell
-from sparse_eval.latency.replay import CapturedLists, captured_lists
+from sparse_eval.latency.ffd_cell import FFDBuffer, FFDCell, Reading
+from sparse_eval.latency.replay import (
+    CapturedKeys,
+    CapturedLists,
+    captured_keys,
+    captured_lists,
+)
 from sparse_eval.latency.rules import kept, matched, rule_work
 from sparse_eval.models import model_info
 from sparse_eval.policies.quest import Quest
@@ -154,10 +159,10 @@ class Latency:
 
     @torch.inference_mode()
     def measured_ffd(self, batch: int, context: int) -> list[Row]:
-        """Top-δ parts at each union density, and SDPA in the same turns."""
+        """Top-δ parts and SDPA in the same turns: over random keys at each union density, over each
+        captured layer at each δ."""
         started = time.perf_counter()
-        ceiling, s, c = self.ceiling, self.settings, self.config
-        p = self.policy
+        s, c, p = self.settings, self.config, self.policy
         cell = FFDCell(
             batch=batch,
             context=context,
@@ -169,54 +174,76 @@ class Latency:
             scales=c.scales,
             device=torch.device(s.device),
         )
-        buffers = [
-            cell.buffer() for _ in range(cell.num_buffers(int(c.working_set * self.l2_bytes)))
-        ]
-        parts = [what for what in FFD_PARTS if what in c.what]
-        dense = self.baselines(self.cell(batch, context), buffers) if "sdpa" in c.what else {}
+        turns = range(cell.num_buffers(int(c.working_set * self.l2_bytes)))
         rows: list[Row] = []
-        for target in c.densities:
-            readings = [cell.reading(x, target) for x in buffers]
-            steps = cell.work(buffers, readings)
-            density = sum(r.density for r in readings) / len(readings)
-            for graph in c.graph:
-                work = {what: self.timed(steps[what], len(buffers), graph) for what in parts}
-                for name, attend in dense.items():
-                    work[name] = self.timed(over(attend, buffers), len(buffers), graph)
-                timings = measure(work, repeats=c.repeats, seed=s.seed)
-                best_us = min((timings[n].median_us for n in dense), default=NAN)
-                for name, t in timings.items():
-                    moved = (
-                        cell.dense_bytes
-                        if name in dense
-                        else cell.bytes_of(name, buffers[0], density)
-                    )
-                    rows.append(
-                        self.common(batch, context)
-                        | self.timing_columns(t, moved, graph, ceiling)
-                        | {
-                            "what": "sdpa" if name.startswith("sdpa") else name,
-                            "policy": "ffd",
-                            "policy_config": {
-                                "scales": c.scales,
-                                "bits": buffers[0].thumbnail.bits,
-                                "delta": readings[0].delta,
-                            },
-                            "adaptive": True,
-                            "budget_tokens": NAN,
-                            "density_target": target,
-                            "density": 1.0 if name in dense else density,
-                            "delta": readings[0].delta,
-                            "l2_resident": moved * len(buffers) <= self.l2_bytes,
-                            "baseline": name if name in dense else "",
-                            "speedup_vs_sdpa": best_us / t.median_us,
-                            "speedup_vs_best": best_us / t.median_us,
-                            "floor_speedup": cell.dense_bytes / moved,
-                            "buffers": len(buffers),
-                        }
-                    )
+        if c.keys is None:
+            buffers = [cell.buffer() for _ in turns]
+            for target in c.densities:
+                readings = [cell.reading(x, target) for x in buffers]
+                aim = {"keys": "random", "density_target": target}
+                rows += [row | aim for row in self.ffd_rows(cell, buffers, readings)]
+        for layer in self.captured_keys:
+            buffers = [cell.replayed(layer, turn) for turn in turns]
+            for delta in c.deltas:
+                readings = [cell.reading_at(x, delta) for x in buffers]
+                aim = {"keys": str(c.keys), "layer": layer.layer, "delta_target": delta}
+                rows += [row | aim for row in self.ffd_rows(cell, buffers, readings)]
+            del buffers, readings  # before the next layer's
         spent = time.perf_counter() - started
         return [row | {"seconds": spent / len(rows)} for row in rows]
+
+    @cached_property
+    def captured_keys(self) -> list[CapturedKeys]:
+        """Of the ffd parts; none where their keys are random."""
+        path, s = self.config.keys, self.settings
+        return [] if path is None else captured_keys(path, s.device, DTYPES[s.dtype])
+
+    def ffd_rows(
+        self, cell: FFDCell, buffers: list[FFDBuffer], readings: list[Reading]
+    ) -> list[Row]:
+        c = self.config
+        parts = [what for what in FFD_PARTS if what in c.what]
+        steps = cell.work(buffers, readings)
+        density = sum(r.density for r in readings) / len(readings)
+        plain = self.cell(cell.batch, cell.context)
+        dense = self.baselines(plain, buffers) if "sdpa" in c.what else {}
+        rows: list[Row] = []
+        for graph in c.graph:
+            work = {what: self.timed(steps[what], len(buffers), graph) for what in parts}
+            for name, attend in dense.items():
+                work[name] = self.timed(over(attend, buffers), len(buffers), graph)
+            timings = measure(work, repeats=c.repeats, seed=self.settings.seed)
+            sdpa_us = min(
+                (timings[n].median_us for n in dense if n.startswith("sdpa")), default=NAN
+            )
+            best_us = min((timings[n].median_us for n in dense), default=NAN)
+            for name, t in timings.items():
+                is_dense = name in dense
+                moved = cell.dense_bytes if is_dense else cell.bytes_of(name, buffers[0], density)
+                rows.append(
+                    self.common(cell.batch, cell.context)
+                    | self.timing_columns(t, moved, graph, self.ceiling)
+                    | {
+                        "what": "sdpa" if name.startswith("sdpa") else name,
+                        "policy": "ffd",
+                        "policy_config": {
+                            "scales": c.scales,
+                            "bits": buffers[0].thumbnail.bits,
+                            "delta": readings[0].delta,
+                        },
+                        "adaptive": True,
+                        "budget_tokens": NAN,
+                        "density": 1.0 if is_dense else density,
+                        "delta": readings[0].delta,
+                        "l2_resident": moved * len(buffers) <= self.l2_bytes,
+                        "baseline": name if is_dense else "",
+                        "speedup_vs_sdpa": sdpa_us / t.median_us,
+                        "speedup_vs_best": best_us / t.median_us,
+                        "floor_speedup": cell.dense_bytes / moved,
+                        "buffers": len(buffers),
+                    }
+                )
+        return rows
 
     @torch.inference_mode()
     def measured_rules(self, batch: int, context: int) -> list[Row]:
@@ -415,6 +442,7 @@ class Latency:
                 "config": self.policy.config(),
                 "budget": s.budgets[0],
                 "lists": None if self.lists is None else self.lists.capture_hash,
+                "keys": [keys.capture_hash for keys in self.captured_keys[:1]],
                 "device": describe_device(s.device),
                 "dtype": s.dtype,
                 "versions": {name: version_of(name) for name in ("torch", "triton")},
