@@ -254,7 +254,10 @@ def test_top_delta_over_a_captured_layer_reads_what_its_policy_would(capture, sa
     assert 0 < some.density < all_.density == 1.0
     pages, counts = ffd_select(
         *(x.q, x.k, x.thumbnail, None, cell.lengths()),
-        **{"delta": 1.0, "sink_pages": 1, "local_pages": 2, "scale": cell.scale},
+        delta=1.0,
+        sink_pages=1,
+        local_pages=2,
+        scale=cell.scale,
         backend="torch",
     )
     assert torch.equal(some.pages, pages) and torch.equal(some.counts, counts)
@@ -456,8 +459,8 @@ def test_top_delta_rows_have_pictures_and_tables_of_their_own(tmp_path, capsys):
     print_results(rows.to_dict("records"), None, Console(width=200))  # type: ignore
     assert "ffd_step, 18.3%" in capsys.readouterr().out
     pairs = paired_timings(rows, rows.assign(median_us=rows["median_us"] * 2))
-    steps = pairs[pairs["work"] == "ffd_step"]  # each density meets its own
-    assert len(steps) == 16 and set(steps["density_target"]) == {0.05, 0.18}
+    steps = pairs[pairs["work"] == "ffd_step"]  # each density, layer and δ meets its own
+    assert len(steps) == 24 and set(steps["density_target"].dropna()) == {0.05, 0.18}
     assert (pairs["ratio"] == 2).all()
 
 
