@@ -6,7 +6,7 @@ graph and replayed at other lengths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -24,6 +24,7 @@ from sparse_eval.kernels.quest_step.api import StepWorkspace, step_workspace
 from sparse_eval.kernels.quest_step.kernel import step_attend_kernel
 from sparse_eval.kernels.sparse_decode.kernel import INTERPRETED
 from sparse_eval.kernels.sparse_decode.launch import (
+    TILE_BYTES,
     Plan,
     can_overlap_launches,
     is_whole,
@@ -158,19 +159,20 @@ def step_plan_of(
     Where every split chooses, a launch and a wait are saved; many splits that choose among many
     pages cost more than that. Many lists with much to score end unevenly: more and smaller programs
     of attention even that out. Where a program scores one tile at most, a second one in flight
-    would only take room from attention."""
+    would only take room from attention, but not one in 8 bits."""
+    tiles, sms = lists * triton.cdiv(num_pages, 64), multiprocessors(device)
+    is_small, is_large = tiles + lists <= sms, tiles > 12 * sms and (lists > 32 or in_8_bits)
     attend = plan_of(lists, page_size, token_bytes, is_sparse=True)
+    if in_8_bits and page_size >= 64 and not (is_small or is_large):
+        wide = min(64, TILE_BYTES // token_bytes)
+        attend = replace(attend, block_t=max(wide, attend.block_t))
     chooses = num_pages > 2048 or (num_pages > 1024 and lists > 32)
-    is_uneven = lists > 32 and num_pages >= 1024 and attend.num_warps >= 4
+    is_uneven = lists > 32 and num_pages >= 1024 and attend.num_warps >= 4 and attend.block_t < 64
     splits = splits_of(
         *(lists, capacity, attend.block_t, device),
         programs=attend.programs * (2 if chooses or is_uneven else 1),
-        least=64 if chooses else 128,
+        least=64 if chooses else max(128, 4 * page_size if num_pages > 1024 else 0),
     )
-    tiles, sms = lists * triton.cdiv(num_pages, 64), multiprocessors(device)
-    if tiles + lists <= sms:
-        return StepPlan(ScorePlan(64, sms, 4, 2), attend, splits, chooses)
-    is_large = lists > 32 and tiles > 12 * sms
-    stages = 4 if in_8_bits and not is_large else 3
-    score = ScorePlan(64, sms * (2 if is_large or tiles <= sms else 1), 4, stages)
-    return StepPlan(score, attend, splits, chooses)
+    programs = 2 if is_large or (tiles <= sms and not is_small) else 1
+    stages = 4 if in_8_bits else 2 if is_small else 3
+    return StepPlan(ScorePlan(64, programs * sms, 4, stages), attend, splits, chooses)
