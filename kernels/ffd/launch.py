@@ -311,12 +311,10 @@ def attend_plan_of(
     if token_bytes > 256:
         return AttendPlan(max(16, 2 * TILE_BYTES // token_bytes), 4, 3, 2 * sms)
     is_busy = lists >= 8
-    if page_size % 32:
-        return (
-            AttendPlan(32, 4, 3, 3 * sms)
-            if is_busy and not is_refined
-            else AttendPlan(64, 4, 3, 2 * sms)
-        )
-    if is_busy:
+    if is_busy and page_size == 16 and not is_refined:  # tiles that lie in one page each
+        return AttendPlan(16, 2, 4, 6 * sms)
+    if is_busy and page_size % 32:
+        return AttendPlan(64, 4, 3, 2 * sms) if is_refined else AttendPlan(32, 4, 3, 3 * sms)
+    if is_busy and not (is_refined and page_size >= 64):
         return AttendPlan(32, 2, 3, 4 * sms)
-    return AttendPlan(32, 4, 3, (3 if is_refined else 2) * sms)
+    return AttendPlan(32, 4, 3, 3 * sms)

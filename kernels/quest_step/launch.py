@@ -163,15 +163,17 @@ def step_plan_of(
     tiles, sms = lists * triton.cdiv(num_pages, 64), multiprocessors(device)
     is_small, is_large = tiles + lists <= sms, tiles > 12 * sms and (lists > 32 or in_8_bits)
     attend = plan_of(lists, page_size, token_bytes, is_sparse=True)
-    if in_8_bits and page_size >= 64 and not (is_small or is_large):
+    chooses = num_pages > 2048 or (num_pages > 1024 and lists > 32)
+    is_long = num_pages > 1024 and not chooses
+    is_mid = lists >= 16 and not (is_small or is_large)
+    if page_size >= 64 and is_mid and (in_8_bits or is_long):
         wide = min(64, TILE_BYTES // token_bytes)
         attend = replace(attend, block_t=max(wide, attend.block_t))
-    chooses = num_pages > 2048 or (num_pages > 1024 and lists > 32)
     is_uneven = lists > 32 and num_pages >= 1024 and attend.num_warps >= 4 and attend.block_t < 64
     splits = splits_of(
         *(lists, capacity, attend.block_t, device),
         programs=attend.programs * (2 if chooses or is_uneven else 1),
-        least=64 if chooses else max(128, 4 * page_size if num_pages > 1024 else 0),
+        least=64 if chooses else max(128, 4 * page_size if is_long else 0),
     )
     programs = 2 if is_large or (tiles <= sms and not is_small) else 1
     stages = 4 if in_8_bits else 2 if is_small else 3
