@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -342,9 +343,12 @@ def test_full_selection_equals_dense_bit_for_bit(dtype, device):
     pages = torch.arange(16, dtype=torch.int32, device=device).expand(2, 2, -1)
     full = case | {"pages": pages, "counts": torch.full((2, 2), 16, dtype=torch.int32)}
     full["counts"] = full["counts"].to(device)
-    for run in (triton, torch_reference):
+    in_equal_tiles = partial(triton, block_t=64)  # dense and sparse plans may differ
+    for run in (in_equal_tiles, torch_reference):
         for got, want in zip(run(full, page_lse=True), run(case, page_lse=True), strict=True):
             assert torch.equal(got, want)
+    for got, want in zip(triton(full), triton(case), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
 
 
 def test_dense_equals_scaled_dot_product_attention(device):

@@ -166,9 +166,9 @@ def step_plan_of(
     chooses = num_pages > 2048 or (num_pages > 1024 and lists > 32)
     is_long = num_pages > 1024 and not chooses
     is_mid = lists >= 16 and not (is_small or is_large)
-    if page_size >= 64 and is_mid and (in_8_bits or is_long):
-        wide = min(64, TILE_BYTES // token_bytes)
-        attend = replace(attend, block_t=max(wide, attend.block_t))
+    if page_size == 64:
+        tile = 64 if is_mid and (in_8_bits or is_long) else 32
+        attend = replace(attend, block_t=max(16, min(tile, TILE_BYTES // token_bytes)))
     is_uneven = lists > 32 and num_pages >= 1024 and attend.num_warps >= 4 and attend.block_t < 64
     splits = splits_of(
         *(lists, capacity, attend.block_t, device),

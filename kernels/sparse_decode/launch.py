@@ -170,7 +170,7 @@ def plan_of(lists: int, page_size: int, token_bytes: int, *, is_sparse: bool) ->
         plan = Plan(64, 8 if is_busy else 4, 3)
     elif page_size == 16:  # tiles that lie in one page each
         plan = Plan(16, 2, 4) if is_busy else Plan(16, 4, 3)
-    elif page_size in (32, 64):
+    elif page_size == 32 or (page_size == 64 and lists <= 32):
         plan = Plan(32, 4, 3)
     else:
         plan = Plan(32, 4, 4) if page_size < 64 and is_busy else Plan(64, 4, 3)
