@@ -257,7 +257,8 @@ def test_density_is_drawn_per_head_and_as_read(drawn):
     assert plots_density.choosing_policies(ADAPTIVE) == ["ffd", "ffd:delta=7.0"]
     assert plots_density.choosing_policies(BOTH) == []
     own, union = drawn(plots_density.density_heatmap, ADAPTIVE, "ffd")[:2]
-    assert "ffd, chosen by a query head: 10.0%" in own.get_title(loc="left")
+    assert "chosen by a query head: 10.0%" in own.get_title(loc="left")
+    assert "What ffd reads" in own.figure.get_suptitle()
     assert "20.0%" in union.get_title(loc="left")
     assert len(union.patches) == 2  # dense layers
     assert np.nanmax(union.images[0].get_array()) == pytest.approx(0.2)

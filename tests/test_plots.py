@@ -45,10 +45,10 @@ def test_the_legend_names_every_policy(drawn, plot):
 @pytest.mark.parametrize("plot", [plots.recall_curve, plots.recall_by_budget, plots.recall_heatmap])
 def test_titles_say_what_was_measured(drawn, plot):
     axes = drawn(plot, ROWS)
-    subject = " ".join(text.get_text() for text in axes.texts)
+    subject = " ".join(text.get_text() for text in axes.figure.texts)
     for part in ("synthetic-135m", "Q4_1", "context 4,096 tokens", "made up", "n = 2 prompts"):
         assert part in subject
-    assert axes.get_xlabel() and axes.get_title(loc="left")
+    assert axes.get_xlabel() and "recall" in axes.figure.get_suptitle()
 
 
 def test_full_is_a_point_at_one(drawn):
@@ -70,7 +70,7 @@ def test_dense_layers_are_hatched_and_what_reads_everything_is_left_out(drawn):
     assert [patch.get_hatch() for patch in axes.patches] == ["////", "////"]
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == ["quest", "oracle", "window", "random"]
-    assert "256 tokens" in axes.get_title(loc="left")
+    assert "256 tokens" in axes.figure.get_suptitle()
 
 
 def test_a_budget_that_was_not_measured_is_refused(tmp_path):

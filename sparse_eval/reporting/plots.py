@@ -12,17 +12,15 @@ from typing import Any
 import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator, PercentFormatter
 
+from sparse_eval.reporting.heading import BETWEEN, DPI, INK, MUTED, new_picture, panel_title
 from sparse_eval.reporting.palette import look_of
 from sparse_eval.reporting.summarise import by_layer, dense_policies, recall_rows, summarise_recall
 
-DPI = 160
-INK, MUTED, GRID = "#1f2933", "#5f6b7a", "#e4e7eb"
+GRID = "#e4e7eb"
 MARKER_SIZES = {"*": 12, "P": 8.5, "X": 8.5, "p": 8, "h": 8}
 NOT_REALISABLE = "not realisable"
 
@@ -100,28 +98,29 @@ def without_dense_policies(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def new_figure(
-    rows: pd.DataFrame, title: str, *, height: float = 4.6, width: float = 8.4
+    rows: pd.DataFrame, headline: str, *, height: float = 4.6, width: float = 8.4
 ) -> tuple[Figure, Axes]:
-    """A figure with its headline, and below that what was measured; no pyplot, no global state."""
-    figure, (axes,) = new_panels(rows, [title], height=height, width=width)
+    """A figure of one panel, its headline, and below that what was measured."""
+    figure, (axes,) = new_panels(rows, headline, [""], height=height, width=width)
     return figure, axes
 
 
 def new_panels(
-    rows: pd.DataFrame, titles: Sequence[str], *, height: float = 4.6, width: float | None = None
+    rows: pd.DataFrame,
+    headline: str,
+    titles: Sequence[str],
+    *,
+    height: float = 4.6,
+    width: float | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """Panels side by side, each with its title; what was measured stands on the first."""
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    """Panels side by side, each with its title, below one headline and what was measured."""
     width = 8.4 + 4.4 * (len(titles) - 1) if width is None else width
-    figure = Figure(figsize=(width, height), dpi=DPI, layout=layout, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_picture(headline, subject(rows), width, height)
     panels = list(figure.subplots(1, len(titles), squeeze=False)[0])
     for axes, title in zip(panels, titles, strict=True):
-        axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=26)
+        if title:
+            panel_title(axes, title, width / len(titles) - 1.0)
         style(axes)
-    above: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    note = panels[0].annotate(subject(rows), (0, 1), (0, 9), fontsize=8.5, color=MUTED, **above)
-    note.set_in_layout(False)  # or its width would take the panels' room
     return figure, panels
 
 
@@ -136,7 +135,7 @@ def style(axes: Axes) -> None:
 
 
 def subject(rows: pd.DataFrame) -> str:
-    """Model, weights, context, prompts and n of rows of one setting, on one line."""
+    """Model, weights, context, prompts and n of rows of one setting."""
     rows = recall_rows(rows)
     first = rows.iloc[0]
     parts = [str(first[name]) for name in ("model", "weights") if first.get(name)]
@@ -146,7 +145,7 @@ def subject(rows: pd.DataFrame) -> str:
         parts.append(str(first["prompts"]))
     num_prompts = rows["prompt"].nunique()
     parts.append(f"n = {num_prompts} prompt{'s' if num_prompts > 1 else ''}")
-    return "  ·  ".join(parts)
+    return BETWEEN.join(parts)
 
 
 def draw_lines(axes: Axes, table: pd.DataFrame, x: str) -> None:

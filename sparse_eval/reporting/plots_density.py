@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from sparse_eval.reporting.plots import MUTED, new_panels, save
+from sparse_eval.reporting.heading import MUTED
+from sparse_eval.reporting.plots import new_panels, save
 from sparse_eval.reporting.summarise import recall_rows, sparse_rows
 
 PANELS = {
@@ -42,12 +43,11 @@ def density_heatmap(rows: pd.DataFrame, path: Path | str, policy: str) -> Path:
     }
     means = {name: sparse_rows(own)[name].mean() for name in PANELS}
     titles = [f"{text}: {means[name]:.1%} of the tokens" for name, text in PANELS.items()]
-    titles[0] = f"{policy}, {titles[0]}"
     num_heads = len(next(iter(tables.values())))
-    figure, panels = new_panels(own, titles, height=2.3 + 0.28 * num_heads)
+    headline = f"What {policy} reads, by layer and KV head"
+    figure, panels = new_panels(own, headline, titles, height=2.3 + 0.28 * num_heads)
     most = max(table.max().max() for table in tables.values())
     for axes, table in zip(panels, tables.values(), strict=True):
-        axes.title.set_fontsize(11)
         image = draw_density(axes, table, dense, most)
     bar = figure.colorbar(image, ax=panels, pad=0.015, aspect=12, format="%.2f")
     bar.set_label("share of tokens", color=MUTED, fontsize=9)

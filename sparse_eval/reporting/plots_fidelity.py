@@ -7,13 +7,13 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.ticker import PercentFormatter
 
-from sparse_eval.reporting.plots import INK, save
+from sparse_eval.reporting.heading import BETWEEN, INK, new_picture
+from sparse_eval.reporting.plots import save
 from sparse_eval.reporting.plots_live import (
     draw_line,
     legend_outside,
     line_axes,
     log_axis,
-    new_figure,
     read_axis,
     with_known_bytes,
 )
@@ -25,7 +25,7 @@ def fidelity_curve(rows: pd.DataFrame, path: Path | str) -> Path:
     against the share of the model's KV really read. rows: of one setting."""
     table = summarise_fidelity(rows)
     sparse, label = with_known_bytes(table[~table["is_dense"]])
-    figure = new_figure("How far from dense?", subject(rows), 12.0, 4.3)
+    figure = new_picture("How far from dense?", subject(rows), 12.0, 4.3)
     panels = figure.subplots(1, 3)
     drawn = (("kl_mean", "all tokens"), ("long_kl_mean", "tokens that need the long context"))
     for axes, (column, what) in zip(panels, drawn, strict=False):
@@ -50,10 +50,10 @@ def fidelity_curve(rows: pd.DataFrame, path: Path | str) -> Path:
 
 
 def subject(rows: pd.DataFrame) -> str:
-    """Model, text, protocol and counts of rows of one setting, on one line."""
+    """Model, text, protocol and counts of rows of one setting."""
     first = rows.iloc[0]
     n = rows["prompt_hash"].nunique()
-    return "  ·  ".join(
+    return BETWEEN.join(
         [
             *(str(first[name]) for name in ("model", "weights") if first[name]),
             f"{first['context']:,.0f} tokens of {first['prompts']}",

@@ -34,7 +34,7 @@ Y_LABELS = {
 def frontiers(rows: pd.DataFrame, path: Path | str) -> Path:
     """Recall against tokens read and against bytes read; what cannot be built has no bytes."""
     table = curves(rows)
-    figure, panels = new_panels(rows, ["Recall against tokens", "… and against bytes"])
+    figure, panels = new_panels(rows, "Recall against what is read", ["tokens", "bytes"])
     for axes, x in zip(panels, X_LABELS, strict=True):
         draw_curves(axes, table, x, "recall")
         axes.set_ylim(lowest(table), 1.0 + 0.03 * (1 - lowest(table)))
@@ -48,7 +48,7 @@ def frontiers(rows: pd.DataFrame, path: Path | str) -> Path:
 def lse_curve(rows: pd.DataFrame, path: Path | str) -> Path:
     """Recall, and beside it the error of the log-sum-exp, against tokens read."""
     table = curves(rows)
-    figure, panels = new_panels(rows, ["Recall against tokens", "… and the error of log-sum-exp"])
+    figure, panels = new_panels(rows, "Recall and the log-sum-exp", ["recall", "log-sum-exp"])
     for axes, y in zip(panels, Y_LABELS, strict=True):
         draw_curves(axes, table, "tokens_share", y)
         axes.set_xlim(0, min(1.03, 1.05 * table["tokens_share"].max()))

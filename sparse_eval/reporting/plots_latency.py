@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
-from sparse_eval.reporting.plots import GRID, INK, MUTED, save
-from sparse_eval.reporting.plots_live import log_axis, new_figure
+from sparse_eval.reporting.heading import INK, MUTED, new_picture
+from sparse_eval.reporting.plots import GRID, save
+from sparse_eval.reporting.plots_live import log_axis
 from sparse_eval.reporting.summarise_latency import slope, speedups, split_latency
 
 COLOURS = {
@@ -53,7 +54,7 @@ def latency_curve(rows: pd.DataFrame, name: str, path: Path | str) -> Path:
     """Median time against context, log-log, a panel per batch; a band from p10 to p90; hollow
     where the data fit in the L2; dashed: eager."""
     batches = sorted(rows["batch"].unique())
-    figure = new_figure("One decode step's attention", name, 4.1 * len(batches) + 1.4, 4.4)
+    figure = new_picture("One decode step's attention", name, 4.1 * len(batches) + 1.4, 4.4)
     panels = figure.subplots(1, len(batches), squeeze=False)[0]
     for axes, batch in zip(panels, batches, strict=True):
         here = rows[rows["batch"] == batch]
@@ -120,7 +121,7 @@ def speedup_map(rows: pd.DataFrame, name: str, path: Path | str) -> Path:
     """A step's speed-up over the fastest dense by batch and context: blue wins, orange loses, the
     line runs where both are equal; losing cells say so."""
     table = speedups(rows)
-    figure = new_figure(
+    figure = new_picture(
         "A sparse step against the fastest dense attention",
         name,
         max(8.4, 2.6 + 1.1 * table.shape[1]),
@@ -166,7 +167,7 @@ def ceiling_bars(rows: pd.DataFrame, name: str, path: Path | str) -> Path:
     batches = sorted(here["batch"].unique())
     kinds = list(dict.fromkeys(here["what"]))
     title = f"Share of the memory ceiling, {short(int(here['context'].iloc[0]))} tokens"
-    figure = new_figure(title, name, 8.4, 1.3 + 0.3 * len(batches) * len(kinds))
+    figure = new_picture(title, name, 8.4, 1.3 + 0.3 * len(batches) * len(kinds))
     axes = figure.subplots()
     labels: list[str] = []
     for batch in batches:

@@ -1,4 +1,4 @@
-"""What the pictures of live tasks share: the headline, lines against what is read, plain axes."""
+"""What the pictures of live tasks share: lines against what is read, plain axes."""
 
 from __future__ import annotations
 
@@ -7,31 +7,18 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from sparse_eval.reporting.heading import INK, MUTED
 from sparse_eval.reporting.palette import look_of
-from sparse_eval.reporting.plots import DPI, GRID, INK, MARKER_SIZES, MUTED
+from sparse_eval.reporting.plots import GRID, MARKER_SIZES
 
 READ_TICKS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.3, 0.7, 0.15, 0.03, 0.07, 0.4, 0.6, 0.8)
 """Shares that may be labelled, the ones to label first in front."""
 TICK_ROOM = 0.11
 """What a label takes of the axis, at least."""
 READ_LABEL = "share of the model's KV read per decode step (KV + metadata, all layers; log scale)"
-
-
-def new_figure(title: str, measured_what: str, width: float, height: float) -> Figure:
-    """A figure with its headline, and below that what was measured."""
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    figure = Figure(figsize=(width, height), dpi=DPI, layout=layout, facecolor="white")
-    FigureCanvasAgg(figure)
-    # the blank second line keeps the subtitle's place free
-    heading = {"fontsize": 12.5, "fontweight": "bold", "color": INK}
-    figure.suptitle(f"{title}\n ", x=0.015, ha="left", **heading)
-    figure.text(0.015, 1 - 0.36 / height, measured_what, fontsize=8.5, color=MUTED, va="top")
-    return figure
 
 
 def legend_outside(figure: Figure, axes: Axes) -> None:

@@ -11,12 +11,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from sparse_eval.reporting.plots import INK, save
+from sparse_eval.reporting.heading import BETWEEN, INK, new_picture
+from sparse_eval.reporting.plots import save
 from sparse_eval.reporting.plots_live import (
     draw_line,
     legend_outside,
     line_axes,
-    new_figure,
     plain_axes,
     read_axis,
     style_bar,
@@ -37,7 +37,7 @@ def lm_eval_pictures(rows: pd.DataFrame, folder: Path, end: str) -> list[Path]:
 def lm_eval_curve(rows: pd.DataFrame, table: pd.DataFrame, path: Path | str) -> Path:
     """The mean score of the tasks that passed the gate, and the worst task's difference from dense,
     against the share of the model's KV really read."""
-    figure = new_figure("Scores on lm-eval's tasks", subject(rows), 9.6, 4.4)
+    figure = new_picture("Scores on lm-eval's tasks", subject(rows), 9.6, 4.4)
     left, right = figure.subplots(1, 2)
     drawn, label = with_known_bytes(table)
     for policy, line in drawn.groupby("policy", sort=False):
@@ -67,7 +67,7 @@ def lm_eval_tasks(rows: pd.DataFrame, path: Path | str) -> Path:
     heat = table.pivot(index="lm_task", columns="arm", values="value").loc[tasks, arms]
     gated = table.groupby("lm_task")["gated"].max().astype(bool)
     width, height = 3.4 + 0.78 * len(arms), 2.0 + 0.32 * len(tasks)
-    figure = new_figure("Every task, every policy", subject(rows), max(8.4, width), height)
+    figure = new_picture("Every task, every policy", subject(rows), max(8.4, width), height)
     axes = figure.subplots()
     image = draw_scores(axes, heat, [bool(gated[task]) for task in tasks])
     figure.supxlabel(
@@ -95,7 +95,7 @@ def draw_scores(axes: Axes, heat: pd.DataFrame, gated: list[bool]) -> Any:
 
 
 def subject(rows: pd.DataFrame) -> str:
-    """Model, prompt length, protocol, chat format and n of one setting, on one line."""
+    """Model, prompt length, protocol, chat format and n of one setting."""
     first, n = rows.iloc[0], rows.loc[rows["role"] == "task", "n"]
     span = f"{n.min():.0f}" if n.min() == n.max() else f"{n.min():.0f} to {n.max():.0f}"
     parts = [
@@ -105,4 +105,4 @@ def subject(rows: pd.DataFrame) -> str:
         f"chat {first['chat']}",
         f"n = {span} a task",
     ]
-    return "  ·  ".join(parts)
+    return BETWEEN.join(parts)

@@ -14,13 +14,21 @@ from matplotlib.ticker import PercentFormatter
 
 from sparse_eval.needle.kinds import KINDS
 from sparse_eval.needle.score import OUTCOMES
-from sparse_eval.reporting.plots import INK, save, with_read
+from sparse_eval.reporting.heading import (
+    BETWEEN,
+    INK,
+    PANEL,
+    line_height,
+    new_picture,
+    panel_title,
+    wrapped,
+)
+from sparse_eval.reporting.plots import save, with_read
 from sparse_eval.reporting.plots_live import (
     draw_line,
     legend_outside,
     line_axes,
     log_axis,
-    new_figure,
     plain_axes,
     read_axis,
     style_bar,
@@ -86,14 +94,17 @@ def needle_heatmap(answers: pd.DataFrame, path: Path | str, *, gate_ran: bool = 
     lines = math.ceil(len(panels) / PANELS_PER_LINE)
     columns = min(len(panels), PANELS_PER_LINE)
     width = max(8.4, 1.2 + 1.9 * columns)
-    tall = 0.75 + 0.3 * table["depth"].nunique()
-    figure = new_figure(
+    room = (width - 1.2) / columns - 0.3
+    title_lines = max(len(wrapped(name, room, PANEL)) for name, _ in panels)
+    tall = 0.75 + 0.3 * table["depth"].nunique() + (title_lines - 1) * line_height(PANEL)
+    figure = new_picture(
         "Answers found, by the needle's depth", subject(answers), width, 1.2 + tall * lines
     )
     grid = figure.subplots(lines, columns, squeeze=False)
     image: Any = None
     for axes, (name, part) in zip(grid.flat, panels, strict=False):
-        image = draw_depths(axes, part, name, contexts)
+        image = draw_depths(axes, part, contexts)
+        panel_title(axes, name, room)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes in grid[:, 0]:
@@ -129,7 +140,7 @@ def panel_name(policy: str, part: pd.DataFrame) -> str:
     return with_read(policy, float(part["density"].mean()))
 
 
-def draw_depths(axes: Axes, part: pd.DataFrame, name: str, columns: list[float]) -> Any:
+def draw_depths(axes: Axes, part: pd.DataFrame, columns: list[float]) -> Any:
     """One panel: depths down, columns across, each cell with its accuracy."""
     heat = part.pivot(index="depth", columns="column", values="accuracy").sort_index()
     heat = heat.reindex(columns=columns) if columns else heat
@@ -146,7 +157,6 @@ def draw_depths(axes: Axes, part: pd.DataFrame, name: str, columns: list[float])
     labels = [budget_of({"budget_tokens": column, "density": density}) for column in heat.columns]
     axes.set_xticks(range(len(labels)), labels)
     axes.set_yticks(range(len(heat)), [f"{depth:g}" for depth in heat.index])
-    axes.set_title(name, loc="left", fontsize=9.5, color=INK)
     plain_axes(axes)
     return image
 
@@ -154,7 +164,7 @@ def draw_depths(axes: Axes, part: pd.DataFrame, name: str, columns: list[float])
 def needle_curve(answers: pd.DataFrame, path: Path | str) -> Path:
     """Accuracy, and the true answer's NLL, against the share of the model's KV really read."""
     table = summarise_needle(answers)
-    figure = new_figure("Does the model still answer?", subject(answers), 9.6, 4.4)
+    figure = new_picture("Does the model still answer?", subject(answers), 9.6, 4.4)
     left, right = figure.subplots(1, 2)
     drawn, label = with_known_bytes(table)
     for policy, line in drawn.groupby("policy", sort=False):
@@ -182,7 +192,7 @@ def needle_outcomes(answers: pd.DataFrame, path: Path | str) -> Path:
         policy if pd.isna(budget) else f"{policy} {budget:,.0f}"
         for policy, budget in zip(table["policy"], table["budget_tokens"], strict=True)
     ]
-    figure = new_figure("What was answered", subject(answers), 8.4, 1.9 + 0.3 * len(table))
+    figure = new_picture("What was answered", subject(answers), 8.4, 1.9 + 0.3 * len(table))
     axes = figure.subplots()
     done = np.zeros(len(table))
     for outcome in OUTCOMES:
@@ -211,7 +221,7 @@ def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> 
     heads = here["kv_head"].nunique()
     read = answers.groupby("policy")["density"].mean()
     height = 1.3 + len(panels) * (0.55 + 0.2 * heads)
-    figure = new_figure("Which heads read the needle", subject(answers), 8.4, height)
+    figure = new_picture("Which heads read the needle", subject(answers), 8.4, height)
     grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True)
     image: Any = None
     for axes, (policy, part) in zip(grid[:, 0], panels, strict=True):
@@ -220,14 +230,12 @@ def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> 
         own = part["budget_tokens"].iloc[0]
         adaptive = with_read(str(policy), float(read[policy]))
         name = adaptive if pd.isna(own) else f"{policy}, {own:,.0f} tokens"
-        axes.set_title(
+        title = (
             f"{name}: {part['hit'].mean():.1%} of reads, "
             f"chance {part['page_hit_chance'].mean():.1%}; "
-            f"{part['above_half'].sum():.1f} of {len(part)} heads above one half",
-            loc="left",
-            fontsize=9,
-            color=INK,
+            f"{part['above_half'].sum():.1f} of {len(part)} heads above one half"
         )
+        panel_title(axes, title, 8.4 - 2.0)
         step = max(1, math.ceil(len(heat.columns) / 32))
         shown = range(0, len(heat.columns), step)
         axes.set_xticks(list(shown), [f"{heat.columns[i]:.0f}" for i in shown])
@@ -241,7 +249,7 @@ def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> 
 
 
 def subject(answers: pd.DataFrame) -> str:
-    """Model, needle, protocol, chat format and n of answer rows of one setting, on one line."""
+    """Model, needle, protocol, chat format and n of answer rows of one setting."""
     first = answers.iloc[0]
     contexts = sorted(answers["context"].unique())
     span = f"{contexts[0]:,}" if len(contexts) == 1 else f"{contexts[0]:,} to {contexts[-1]:,}"
@@ -253,4 +261,4 @@ def subject(answers: pd.DataFrame) -> str:
         f"chat {first['chat']}",
         f"n = {answers['prompt_hash'].nunique()}",
     ]
-    return "  ·  ".join(parts)
+    return BETWEEN.join(parts)
