@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from sparse_eval.policies.base import Policy
 
 Budget: TypeAlias = int | float
 
@@ -33,3 +36,24 @@ def resolve_budget(value: Any, context: int) -> int:
     """Tokens: a fraction is of `context`, rounded to the nearest token."""
     budget = parse_budget(value)
     return budget if isinstance(budget, int) else max(1, math.floor(budget * context + 0.5))
+
+
+def check_budget(policy: Policy, budget: Any) -> None:
+    """Tokens, where the policy needs them: ValueError in one line for anything else."""
+    name = type(policy).__name__
+    if budget is None and not (policy.adaptive or policy.dense):
+        raise ValueError(f"{name} needs a budget in tokens, got None")
+    if budget is not None and policy.adaptive:
+        raise ValueError(
+            f"{name} is adaptive and takes no budget (its cap is max_tokens), got budget={budget!r}"
+        )
+    check_tokens(budget)
+    if budget is not None and not policy.dense:
+        policy.checked(budget)
+
+
+def check_tokens(budget: Any) -> None:
+    """ValueError for what is neither None nor a whole number of tokens."""
+    is_whole = isinstance(budget, int) and not isinstance(budget, bool)
+    if budget is not None and (not is_whole or budget < 1):
+        raise ValueError(f"budget must be tokens here (an integer >= 1), got {budget!r}")

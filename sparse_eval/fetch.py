@@ -150,6 +150,12 @@ def shipped(group: str) -> dict[str, dict[str, Any]]:
     return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text()) for file in files}
 
 
+def checkpoint_names() -> list[str]:
+    """The model yamls that say by themselves where weights are to be had."""
+    known = shipped("model").items()
+    return sorted(name for name, cfg in known if cfg.get("requirements") or cfg.get("id"))
+
+
 def fetch_named(name: str, folder: Path) -> Path:
     """Fetch what a model or prompts yaml names, or a hub model by ORG/NAME."""
     if "/" in name:

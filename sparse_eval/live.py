@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sparse_eval import ledger
 from sparse_eval.attention import check_plain, routed
+from sparse_eval.budgets import check_budget
 from sparse_eval.core import AttentionCall
 from sparse_eval.device import resolve_backend
 from sparse_eval.kernels.sparse_decode import sparse_decode
@@ -111,23 +112,6 @@ def patched(
         del model._sparse_eval_live
         hook.remove()
         live.forget()
-
-
-def check_budget(policy: Policy, budget: Any) -> None:
-    """Tokens, where the policy needs them: ValueError in one line for anything else."""
-    name = type(policy).__name__
-    if budget is None and not (policy.adaptive or policy.dense):
-        raise ValueError(f"{name} needs a budget in tokens, got None")
-    if budget is not None and policy.adaptive:
-        raise ValueError(
-            f"{name} is adaptive and takes no budget (its cap is max_tokens), got budget={budget!r}"
-        )
-    if budget is not None and (
-        isinstance(budget, bool) or not isinstance(budget, int) or budget < 1
-    ):
-        raise ValueError(f"budget must be tokens here (an integer >= 1), got {budget!r}")
-    if budget is not None and not policy.dense:
-        policy.checked(budget)
 
 
 @dataclass

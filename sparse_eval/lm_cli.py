@@ -26,12 +26,18 @@ def with_folders(word: str) -> str:
     """A word of the command line, the names of shipped models replaced by their folders.
 
     Raises Unavailable for what cannot be fetched."""
-    from sparse_eval.models import checkpoint_names, model_folder
+    from sparse_eval.fetch import checkpoint_names
 
     names = checkpoint_names()
-    return NAMED.sub(
-        lambda found: found[1] + (model_folder(found[2]) if found[2] in names else found[2]), word
-    )
+
+    def folder_of(found: re.Match[str]) -> str:
+        if found[2] not in names:
+            return found[0]
+        from sparse_eval.models import model_folder
+
+        return found[1] + model_folder(found[2])
+
+    return NAMED.sub(folder_of, word)
 
 
 @contextlib.contextmanager
@@ -45,11 +51,7 @@ def bundled_tasks() -> Iterator[None]:
         def __init__(
             self, verbosity: Any = None, include_path: Any = None, *args: Any, **kwargs: Any
         ) -> None:
-            is_one = isinstance(include_path, str | Path)
-            own = [include_path] if is_one else [*(include_path or [])]
-            for folder in own:
-                if not Path(folder).is_dir():
-                    raise ValueError(f"--include_path must be a folder, got {str(folder)!r}")
+            own = folders(include_path)
             super().__init__(verbosity, [str(BUNDLED), *own], *args, **kwargs)
 
     original = lm_eval.tasks.TaskManager
@@ -60,16 +62,33 @@ def bundled_tasks() -> Iterator[None]:
         lm_eval.tasks.TaskManager = original  # type: ignore[misc]
 
 
+def folders(given: Any) -> list[Any]:
+    """--include_path as a list. Raises ValueError for what is no folder."""
+    own = [given] if isinstance(given, str | Path) else [*(given or [])]
+    for folder in own:
+        if not Path(folder).is_dir():
+            raise ValueError(f"--include_path must be a folder, got {str(folder)!r}")
+    return own
+
+
 def check_model(words: Sequence[str]) -> None:
-    """ValueError for model_args that --model sparse_eval refuses, and for a `pretrained` that looks
-    like a shipped model's name and is none."""
-    from sparse_eval.lm.adapter import check_arguments
+    """ValueError for a --model that is nearly sparse_eval, for model_args that --model sparse_eval
+    refuses, and for a `pretrained` that looks like a shipped model's name and is none."""
+    from sparse_eval.lm.arguments import check_arguments
 
     model, given = model_of(words)
     if model != "sparse_eval":
+        check_model_name(model)
         return
-    check_arguments(given)
     check_pretrained(given.get("pretrained"))
+    check_arguments(given)
+
+
+def check_model_name(name: str | None) -> None:
+    from lm_eval.models import MODEL_MAPPING
+
+    if name not in MODEL_MAPPING and difflib.get_close_matches(str(name), ["sparse_eval"]):
+        raise ValueError(f"--model {name} is no model of lm-eval; did you mean sparse_eval?")
 
 
 def model_of(words: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
@@ -95,7 +114,7 @@ def model_of(words: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
 
 
 def check_pretrained(name: Any) -> None:
-    from sparse_eval.models import checkpoint_names
+    from sparse_eval.fetch import checkpoint_names
 
     names = checkpoint_names()
     if not isinstance(name, str) or "/" in name or name in names or Path(name).exists():
@@ -124,6 +143,12 @@ def check_words(words: Sequence[str]) -> None:
         )
 
 
+def check_tasks(asked: argparse.Namespace) -> None:
+    """ValueError where neither the words nor a --config file name a task."""
+    if not asked.tasks and not config_of(asked.config).get("tasks"):
+        raise ValueError("--tasks must name tasks of lm-eval, got none; `ls tasks` lists them all")
+
+
 def config_of(path: str | None) -> Mapping[str, Any]:
     """What a --config file says; nothing where it cannot be read: lm-eval tells."""
     import yaml
@@ -146,17 +171,31 @@ def cached_by_file(path: str | None) -> Any:
 
 def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from lm_eval.__main__ import cli_evaluate
+    from lm_eval._cli.harness import HarnessCLI
 
-    import sparse_eval.lm.adapter  # noqa: F401  (registers the model with lm-eval)
-    from sparse_eval.lm.suite import told
-
+    # its own refusals and --help, before anything large is imported
+    asked = HarnessCLI().parse_args()
+    is_run = getattr(asked, "command", None) == "run"
     try:
+        check_words(sys.argv[1:])
+        if is_run:
+            check_tasks(asked)
+        folders(getattr(asked, "include_path", None))
         check_model(sys.argv[1:])
     except ValueError as error:
         return failed(" ".join(str(error).split()), code=2)
+    return run(is_run=is_run)
+
+
+def run(*, is_run: bool) -> int:
+    """lm-eval's own command, with the bundled tasks. is_run: models will be made."""
+    from lm_eval.__main__ import cli_evaluate
+
+    from sparse_eval.lm.suite import told
+
+    if is_run:
+        import sparse_eval.lm.adapter  # noqa: F401  (registers the model with lm-eval)
     try:
-        check_words(sys.argv[1:])
         sys.argv[1:] = [with_folders(word) for word in sys.argv[1:]]
         with bundled_tasks():
             cli_evaluate()

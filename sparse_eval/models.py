@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sparse_eval.fetch import shipped
+from sparse_eval.fetch import checkpoint_names, shipped
 from sparse_eval.inputs.checkpoint import (
     checkpoint,
     gguf_sha256,
@@ -108,12 +108,6 @@ def model_folder(name: str, *, model_cache: Path | None = None) -> str:
             f"the hub, got {name!r}"
         )
     return str(checkpoint(shipped("model")[name], model_cache or user_cache()))
-
-
-def checkpoint_names() -> list[str]:
-    """The model yamls that say by themselves where weights are to be had."""
-    known = shipped("model").items()
-    return sorted(name for name, cfg in known if cfg.get("requirements") or cfg.get("id"))
 
 
 def local_tokenizer(cfg: Mapping[str, Any], *, model_cache: Path) -> Any | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from lm_eval.models.huggingface import HFLM
 
 from sparse_eval import lm_cli, models
 from sparse_eval.lm import adapter
-from sparse_eval.lm.adapter import PolicyLM, layers_of, make_policy
+from sparse_eval.lm.adapter import PolicyLM
+from sparse_eval.lm.arguments import arguments_in, layers_of, lm_eval_file, make_policy
 from sparse_eval.policies.full import Full
 from sparse_eval.policies.snapkv import SnapKV
 from sparse_eval.policies.window import Window
@@ -240,6 +242,9 @@ def test_continuations_that_cannot_be_scored_are_refused(tiny):
             window(tiny, max_length=80)._loglikelihood_tokens([(("", ""), [1, 4, 5], continuation)])
 
 
+RUN = ["run", "--tasks", "x"]
+
+
 def command_line(monkeypatch: Any, run: Any, *words: str) -> int:
     """lm_cli with these words, `run` in place of lm-eval's own."""
     from lm_eval import __main__ as lm_eval_main
@@ -266,7 +271,7 @@ def test_a_folder_that_is_not_there_is_told(monkeypatch, capsys):
     def run() -> None:
         lm_eval.tasks.TaskManager(include_path="no/such/folder", include_defaults=False)
 
-    assert command_line(monkeypatch, run, "run") == 1
+    assert command_line(monkeypatch, run, *RUN) == 1
     assert "--include_path must be a folder, got 'no/such" in capsys.readouterr().err
 
 
@@ -286,7 +291,7 @@ def test_whatever_a_task_or_lm_eval_raises_is_one_line(monkeypatch, capsys, erro
     def fails() -> None:
         raise error
 
-    assert command_line(monkeypatch, fails, "run") == 1
+    assert command_line(monkeypatch, fails, *RUN) == 1
     told = capsys.readouterr().err
     assert told.startswith(line) and told.count("\n") == 1
 
@@ -294,11 +299,11 @@ def test_whatever_a_task_or_lm_eval_raises_is_one_line(monkeypatch, capsys, erro
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["--cache_requests", "true"], 1),
-        (["--cache_requests=refresh"], 1),
+        (["--cache_requests", "true"], 2),
+        (["--cache_requests=refresh"], 2),
         (["--cache_requests", "delete"], 0),
-        (["--config", "cache_requests: true"], 1),
-        (["--config", "cache_requests: {cache_requests: true}"], 1),
+        (["--config", "cache_requests: true"], 2),
+        (["--config", "cache_requests: {cache_requests: true}"], 2),
         (["-C", "cache_requests: {delete_requests_cache: true}"], 0),
         (["--config", "tasks: [x]"], 0),
         (["--tasks", "x"], 0),
@@ -309,7 +314,7 @@ def test_lm_evals_cache_of_prompts_is_refused(monkeypatch, capsys, tmp_path, wor
     if words[0] in ("--config", "-C"):
         (tmp_path / "config.yaml").write_text(words[1])
         words = [words[0], str(tmp_path / "config.yaml")]
-    assert command_line(monkeypatch, lambda: None, "run", *words) == code
+    assert command_line(monkeypatch, lambda: None, "run", *words, "--tasks", "x") == code
     assert ("knows no --metadata" in capsys.readouterr().err) == bool(code)
 
 
@@ -352,9 +357,9 @@ def test_bad_model_args_are_told_before_anything_loads(
     "words",
     [
         [],
-        ["run", "--model", "hf", "--model_args", "pretrained=org/x,bugdet=1"],
-        ["run", "--model", "sparse_eval", "-a", "pretrained=org/x,budget=64,use_kernels=True"],
-        ["run", "--model", "sparse_eval", "-a", "pretrained=org/x,policy=ffd,parallelize=True"],
+        [*RUN, "--model", "hf", "--model_args", "pretrained=org/x,bugdet=1"],
+        [*RUN, "--model", "sparse_eval", "-a", "pretrained=org/x,budget=64,use_kernels=True"],
+        [*RUN, "--model", "sparse_eval", "-a", "pretrained=org/x,policy=ffd,parallelize=True"],
     ],
 )
 def test_what_is_not_ours_is_lm_evals_to_judge(monkeypatch, words):
@@ -381,6 +386,21 @@ def test_policies_by_name_and_by_class():
 @pytest.mark.parametrize(("given", "layers"), [("0:1", (0, 1)), (0, (0,)), ("", ()), ([2], (2,))])
 def test_dense_layers_of_a_command_line(given, layers):
     assert layers_of(given) == layers
+
+
+@pytest.mark.parametrize("model", [PolicyLM, HFLM])
+def test_arguments_read_from_the_source_are_those_of_the_class(model):
+    file = Path(inspect.getfile(model))
+    assert model is PolicyLM or file == lm_eval_file("models/huggingface.py")
+    taken = inspect.signature(model.__init__).parameters.values()
+    named = {x.name for x in taken if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)}
+    assert arguments_in(file, model.__name__) == named - {"self"}
+
+
+def test_a_model_that_is_nearly_ours_is_told(monkeypatch, capsys):
+    words = [*RUN, "--model", "sparse-eval"]
+    assert command_line(monkeypatch, lambda: pytest.fail("started"), *words) == 2
+    assert "did you mean sparse_eval?" in capsys.readouterr().err
 
 
 def test_dense_layers_that_are_no_indices():

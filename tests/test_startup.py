@@ -50,3 +50,37 @@ def test_a_plan_draws_nothing_and_runs_no_model():
 
 def test_a_report_needs_no_model():
     assert not libraries_of("import sparse_eval.report") & {"torch", "transformers", "hydra"}
+
+
+LM_CLI = """
+from sparse_eval.lm_cli import main
+sys.argv = ["lm_cli", *sys.argv[1:]]
+try:
+    code = main()
+except SystemExit as end:
+    code = end.code
+assert code == (0 if "--help" in sys.argv else 2), code
+assert not {"lm_eval.tasks", "lm_eval.models.huggingface"} & set(sys.modules)
+"""
+GOOD = "pretrained=smollm2,budget=1024"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--model", "sparse_eval", "--modelargs", "x", "--tasks", "x"],
+        ["--model", "sparse_evl", "--model_args", GOOD, "--tasks", "x"],
+        ["--model", "sparse_eval", "--model_args", GOOD],
+        ["--model", "sparse_eval", "--model_args", f"{GOOD},polcy=quest", "--tasks", "x"],
+        ["--model", "sparse_eval", "--model_args", f"{GOOD},policy=qest", "--tasks", "x"],
+        ["--model", "sparse_eval", "--model_args", f"{GOOD},budget=half", "--tasks", "x"],
+        ["--model", "sparse_eval", "--model_args", f"{GOOD},dense_layers=x", "--tasks", "x"],
+        ["--model", "sparse_eval", "--model_args", f"{GOOD},batch_size=x", "--tasks", "x"],
+        ["--model", "sparse_eval", "--model_args", "pretrained=smolm2,budget=64", "--tasks", "x"],
+        ["--model", "sparse_eval", "--model_args", GOOD, "--tasks", "x", "--include_path", "no/x"],
+        ["--model", "sparse_eval", "--model_args", GOOD, "--tasks", "x", "--cache_requests=true"],
+    ],
+)
+def test_lm_evals_command_line_refuses_words_before_anything_large_is_loaded(words):
+    assert not libraries_of(LM_CLI, "run", *words) & {"torch", "transformers", "triton"}

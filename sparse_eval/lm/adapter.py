@@ -7,10 +7,7 @@ takes from one dense forward where no decode step happens, is fed token by token
 from __future__ import annotations
 
 import contextlib
-import difflib
-import inspect
 import logging
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -21,8 +18,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
+from sparse_eval.budgets import check_budget
 from sparse_eval.device import resolve_device
-from sparse_eval.live import check_budget, patched
+from sparse_eval.live import patched
+from sparse_eval.lm.arguments import check_batch_size, layers_of, policy_of
 from sparse_eval.lm.decode import judge
 from sparse_eval.lm.requests import Ask, check_generation, max_new_tokens
 from sparse_eval.lm.stack import Decoder, Stack, stack
@@ -244,102 +243,3 @@ class PolicyLM(HFLM):
             for (place, _), answer in zip(part, answers, strict=True):
                 found[place] = (answer.log_likelihood, answer.is_greedy)
         return found
-
-
-def check_batch_size(size: Any) -> None:
-    """HFLM takes any text: what is neither a number of rows nor auto ends somewhere inside it."""
-    is_auto = re.fullmatch(r"auto(:\d+(\.\d+)?)?", str(size))
-    if not is_auto and not (str(size).isdecimal() and int(size) >= 1):
-        raise ValueError(f"batch_size must be an integer >= 1, auto or auto:N, got {size!r}")
-
-
-SHARED_FIELDS = ("page_size", "sink_pages", "local_pages")
-"""Fields of every policy, which have arguments of their own."""
-
-NEAR = 0.8
-"""How alike (of difflib) a key is to one that is known to be a misspelling of it: what is like none
-goes on to the checkpoint's config, whose keys nobody lists."""
-
-
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """ValueError in one line for model_args that a PolicyLM would refuse, or would hand on as if
-    they were the checkpoint's: before anything is fetched or loaded."""
-    known = arguments_of(PolicyLM) | arguments_of(HFLM)
-    strange = [key for key in given if key not in known]
-    for key in strange:
-        near = difflib.get_close_matches(key, sorted(known), n=3, cutoff=NEAR)
-        if near:
-            ours = ", ".join(sorted(arguments_of(PolicyLM)))
-            raise ValueError(
-                f"--model_args: unknown key {key!r}; did you mean {' or '.join(near)}? "
-                f"sparse_eval's own: {ours}; all others are those of --model hf"
-            )
-    fields = {key: given[key] for key in SHARED_FIELDS if key in given}
-    policy = policy_of(given.get("policy", "quest"), given.get("policy_config"), fields)
-    for key in strange:
-        if hasattr(policy, key):
-            raise ValueError(
-                f"--model_args: {key} is a field of the policy, not of the model: "
-                f'policy_config={{"{key}": {given[key]!r}}} gives it'
-            )
-    check_budget(policy, given.get("budget"))
-    layers_of(given.get("dense_layers", ()))
-    check_batch_size(given.get("batch_size", 1))
-
-
-def arguments_of(model: type) -> set[str]:
-    """The names of what a model takes."""
-    taken = inspect.signature(model.__init__).parameters.values()  # type: ignore[misc]
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return {x.name for x in taken if x.kind not in kinds} - {"self"}
-
-
-def policy_of(
-    policy: str | Policy, config: Mapping[str, Any] | None, given: Mapping[str, Any]
-) -> Policy:
-    """config: fields by name. given: more of them, those that are None left out. A policy that is
-    one already stays as it is."""
-    if isinstance(policy, Policy):
-        return policy
-    if not isinstance(policy, str):
-        raise ValueError(f"policy must be a name of conf/policy/ or a class's, got {policy!r}")
-    if not isinstance(config, Mapping | None):
-        raise ValueError(
-            f'policy_config must be fields such as {{"page_size": 32}}, got {config!r}'
-        )
-    fields = dict(config or {}) | {k: v for k, v in given.items() if v is not None}
-    return make_policy(policy, fields)
-
-
-def make_policy(name: str, fields: Mapping[str, Any]) -> Policy:
-    """A policy by its name in conf/policy/ or its class's dotted name, fields changed as given."""
-    from sparse_eval.check import policy_class
-
-    if "." in name:
-        return build(policy_class(name), fields)
-    from sparse_eval.cli.compose import Composer
-
-    composer = Composer()
-    composer.check_option("policy", name)
-    config = composer.compose([f"policy={name}"])["policy"]
-    target = policy_class(config.pop("_target_"))
-    return build(target, config | dict(fields))
-
-
-def build(kind: Any, fields: Mapping[str, Any]) -> Policy:
-    try:
-        return kind(**fields)
-    except TypeError as error:
-        raise ValueError(f"policy {kind.__name__}: {error}") from None
-
-
-def layers_of(value: str | int | Sequence[int]) -> tuple[int, ...]:
-    """dense_layers from a command line, where lists are hard to write: "0:1", 0, or "" for none."""
-    if isinstance(value, int):
-        return (value,)
-    if isinstance(value, str):
-        words = [word for word in value.split(":") if word.strip()]
-        if not all(word.strip().isdigit() for word in words):
-            raise ValueError(f'dense_layers must be layer indices such as "0:1", got {value!r}')
-        return tuple(int(word) for word in words)
-    return tuple(value)
