@@ -20,7 +20,7 @@ from sparse_eval.lm.requests import generation
 from sparse_eval.lm.scoring import Metric
 from sparse_eval.lm.texts import TextSide, context_end, cut, until_stop
 from sparse_eval.prefill import prefill
-from sparse_eval.reporting.scores import difference, verdict
+from sparse_eval.reporting.scores import difference, mark, verdict
 from sparse_eval.reporting.summarise_lm_eval import over_tasks, shares_of, worst_columns, worst_of
 from tests.tiny import random_ids, tiny_loaded
 
@@ -351,7 +351,8 @@ def test_verdicts():
     few = difference([1.0] * 3, [0.0] * 3)
     higher = {"gated": False, "higher_is_better": True}
     assert verdict(worse, worse.p, **higher) == "below dense"
-    assert verdict(worse, worse.p, gated=False, higher_is_better=False).startswith("ABOVE")
+    told = verdict(worse, worse.p, gated=False, higher_is_better=False)
+    assert told == "BELOW dense: suspect the set-up"  # of an error rate: better
     assert verdict(worse, 0.2, **higher) == "no difference resolved"
     assert verdict(same, 1.0, **higher) == "not inferior (0.1)"
     assert verdict(few, few.p, **higher) == "not ranked: n = 3"
@@ -372,7 +373,12 @@ def test_the_mean_of_one_task_has_the_tasks_interval_and_no_mean_leaves_its_rang
 
 
 def test_a_verdict_turns_with_the_direction_of_its_score():
-    """An error rate differs as an accuracy does, its sign turned: the same is said of both."""
+    """An error rate differs as an accuracy does, its sign turned: the same is said of both, in the
+    words of its own direction."""
+    turned_words = {
+        "below dense": "above dense, worse",
+        "ABOVE dense: suspect the set-up": "BELOW dense: suspect the set-up",
+    }
     for right, kept in ((10, 0), (10, 4), (10, 9), (10, 10), (0, 10)):
         dense = [1.0] * right + [0.0] * (40 - right) + [1.0] * 40
         sparse = [1.0] * kept + [0.0] * (40 - kept) + [1.0] * 40
@@ -381,25 +387,26 @@ def test_a_verdict_turns_with_the_direction_of_its_score():
         assert turned.high_90 == pytest.approx(-found.low_90)
         for p in (found.p, 0.5):
             told = verdict(found, p, gated=False, higher_is_better=True)
-            assert verdict(turned, p, gated=False, higher_is_better=False) == told
+            other = verdict(turned, p, gated=False, higher_is_better=False)
+            assert other == turned_words.get(told, told) and mark(other) == mark(told)
 
 
-def test_the_worst_task_and_those_below_may_be_better_when_lower():
+def test_the_worst_task_and_those_that_lose_may_be_better_when_lower():
     columns = ["lm_task", "value", "dense_value", "difference", "difference_low", "difference_high"]
     columns += ["higher_is_better", "verdict"]
     passed = pd.DataFrame(
         [
             ("acc", 0.6, 0.7, -0.1, -0.2, 0.0, True, "no difference resolved"),
-            ("errors", 0.5, 0.1, 0.4, 0.2, 0.5, False, "below dense"),
+            ("errors", 0.5, 0.1, 0.4, 0.2, 0.5, False, "above dense, worse"),
             ("words", 1e6, 20.0, 1e6, NAN, NAN, False, "below dense"),
         ],
         columns=columns,
     )
     found = worst_columns(passed)
-    assert found["below"] == 2 and found["worst_task"] == "errors"
+    assert found["worse"] == 2 and found["worst_task"] == "errors"
     assert (found["worst"], found["worst_low"], found["worst_high"]) == (-0.4, -0.5, -0.2)
     assert worst_columns(passed[:1])["worst_task"] == "acc"
-    assert worst_columns(passed[2:]) == {"below": 1}
+    assert worst_columns(passed[2:]) == {"worse": 1}
 
 
 def test_only_scores_that_are_shares_enter_the_mean_over_tasks():

@@ -11,7 +11,9 @@ from sparse_eval.reporting.proportions import Pairs, smallest_resolvable
 
 SIGNIFICANCE = 0.05
 MARGIN = 0.1
-"""A score less than dense's by no more than this is not inferior."""
+"""A score worse than dense's by no more than this is not inferior."""
+WORSE_AND_HIGHER = "above dense, worse"
+"""Of a score that is better when lower."""
 NAN = float("nan")
 
 
@@ -79,7 +81,7 @@ def narrower_by(n: int) -> float:
 def verdict(
     found: Difference, p: float, *, gated: bool, higher_is_better: bool, gate_ran: bool = True
 ) -> str:
-    """p: corrected for the tasks looked at."""
+    """In words that fit the score's direction. p: corrected for the tasks looked at."""
     if gated:
         return "not ranked: dense gate" + ("" if gate_ran else " not run")
     if not found.n:
@@ -89,5 +91,14 @@ def verdict(
     if p >= SIGNIFICANCE:
         worst = found.low_90 if higher_is_better else -found.high_90
         return f"not inferior ({MARGIN:g})" if worst > -MARGIN else "no difference resolved"
-    is_worse = (found.mean < 0) == higher_is_better
-    return "below dense" if is_worse else "ABOVE dense: suspect the set-up"
+    if (found.mean < 0) == higher_is_better:
+        return "below dense" if higher_is_better else WORSE_AND_HIGHER
+    return f"{'ABOVE' if higher_is_better else 'BELOW'} dense: suspect the set-up"
+
+
+def mark(verdict: str) -> str:
+    """▼ where a verdict says worse than dense, ▲ where better, else nothing. Rows of older runs say
+    "below" of whatever is worse."""
+    if verdict in ("below dense", WORSE_AND_HIGHER):
+        return "▼"
+    return "▲" if verdict.endswith("dense: suspect the set-up") else ""

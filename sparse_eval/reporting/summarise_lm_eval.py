@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sparse_eval.reporting.scores import mark
 from sparse_eval.reporting.summarise import distinct_labels
 from sparse_eval.storage.columns import names
 from sparse_eval.storage.table import frame_of
@@ -62,7 +63,7 @@ def summarise_lm_eval(rows: pd.DataFrame) -> pd.DataFrame:
     the documents' differences within tasks, within [-1, 1]; of one task, its own interval.
     same_as_dense: share of answers. Of every such task whose scores lie in [0, 1], also of those
     that are better when lower: worst_task, what it loses (a difference whose sign is turned where
-    lower is better) and its interval. below: all that passed and are significantly worse (Holm)."""
+    lower is better) and its interval. worse: all that passed and are significantly worse (Holm)."""
     table = task_table(rows)
     passed = table[~table["gated"].astype(bool)]
     ranked = passed[passed["lm_task"].isin(shares_of(table))]
@@ -131,7 +132,7 @@ def over_tasks(own: pd.DataFrame, samples: pd.DataFrame) -> dict[str, Any]:
 
 def worst_columns(passed: pd.DataFrame) -> dict[str, Any]:
     """passed: an arm's tasks whose dense gate passed."""
-    found = {"below": int((passed["verdict"] == "below dense").sum())}
+    found = {"worse": int((passed["verdict"].map(mark) == "▼").sum())}
     comparable = passed[passed["value"].between(0, 1) & passed["dense_value"].between(0, 1)]
     comparable = comparable[comparable["difference"].notna()]
     if not len(comparable):

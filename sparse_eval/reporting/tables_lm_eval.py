@@ -8,19 +8,20 @@ from typing import Any
 
 import pandas as pd
 
+from sparse_eval.reporting.scores import mark
 from sparse_eval.reporting.tables_live import TextTable, budget_of, gate_cell, lines_of
 
 
 def mean_table(table: pd.DataFrame) -> TextTable:
     """The mean of the tasks that passed beside the worst one. table: of summarise_lm_eval."""
     head = ["policy", "budget", "KV read", "tasks", "score", "minus dense", "worst task"]
-    head += ["minus dense there", "below", "as dense"]
+    head += ["minus dense there", "worse", "as dense"]
     return TextTable(
         head,
         [mean_line(line) for line in lines_of(table)],
         "mean over tasks that passed the dense gate and whose scores are shares ± standard error; "
         "differences paired by document, 95 %; worst task: negative is worse, its sign turned "
-        "where lower is better; below: tasks significantly worse than dense (Holm over tasks); "
+        "where lower is better; worse: tasks significantly worse than dense (Holm over tasks); "
         "as dense: share of identical answers",
         ("worst task",),
     )
@@ -41,7 +42,7 @@ def mean_line(line: Mapping[str, Any]) -> list[str]:
         interval(line["difference"], line["low"], line["high"]) if line["tasks"] else "",
         line["worst_task"] if has_worst else "",
         interval(line["worst"], line["worst_low"], line["worst_high"]) if has_worst else "",
-        "" if math.isnan(line.get("below", math.nan)) else f"{line['below']:.0f}",
+        "" if math.isnan(line.get("worse", math.nan)) else f"{line['worse']:.0f}",
         last,
     ]
 
@@ -71,8 +72,7 @@ def arm_of(line: Mapping[str, Any]) -> str:
 
 
 def score_cell(line: Mapping[str, Any]) -> str:
-    marks = {"below dense": "▼", "ABOVE dense: suspect the set-up": "▲"}
-    return f"{line['value']:.2f}{marks.get(line['verdict'], '')}"
+    return f"{line['value']:.2f}{mark(line['verdict'])}"
 
 
 def tasks_table(table: pd.DataFrame) -> TextTable:
