@@ -83,9 +83,10 @@ def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]
         return [(tokens, needle.most_new_tokens) for tokens in needle.contexts]
     if task["name"] == "lm_eval":
         lm_eval = lm_config(task, cfg["protocol"], cfg["seed"])
+        from sparse_eval.lm.globs import expanded
         from sparse_eval.lm.names import check_names
 
-        check_names(lm_eval)
+        check_names(expanded(lm_eval))
         return [(context, 0)]
     if protocol != "decode":
         raise ValueError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import glob
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,16 +20,18 @@ BUNDLED = Path(__file__).resolve().parent.parent / "lm_tasks"
 
 
 class Unknown(ValueError):
-    """A name that an index does not have. group: the one that lists it, "" if none does."""
+    """A name that an index does not have, or a glob that matches none of it. group: the one that
+    lists it, "" if none does."""
 
     def __init__(self, name: str, group: str) -> None:
-        super().__init__(f"lm-eval has no task {name!r}")
+        super().__init__(f"lm-eval has no task {'like ' * glob.has_magic(name)}{name!r}")
         self.name, self.group = name, group
 
 
 def check_names(config: LmConfig) -> None:
     """ValueError in one line for tasks that lm-eval does not have, or that are named twice, and for
-    limits and floors of tasks that are not asked for. Its own names take seconds to list."""
+    limits and floors of tasks that are not asked for. Its own names take seconds to list. config:
+    its globs expanded."""
     index = index_for(config.tasks, config.include_path).task_index
     named_by: dict[str, str] = {}
     for name in config.tasks:
@@ -48,21 +52,37 @@ def check_names(config: LmConfig) -> None:
 
 
 def index_for(names: Sequence[str], include_path: tuple[str, ...], metadata: str = "{}") -> Any:
-    """The smallest index that knows all names. Raises ValueError for one that none knows."""
+    """The smallest index that knows all names, and all that globs match. Raises ValueError for a
+    name that none knows."""
     near = (str(BUNDLED), *include_path)
     places = [(lambda: near, False), (lambda: families(tuple(names)) + near, False)]
+    if any(map(glob.has_magic, names)):
+        del places[0]  # which knows some matches, and not that there are more
     for paths, defaults in [*places, (lambda: near, True)]:
         with quiet():
             found = manager(paths(), defaults, metadata)
         try:
             for name in names:
-                list(tasks_of(found.task_index, name))
+                for match in names_like(found, name):
+                    list(tasks_of(found.task_index, match))
         except Unknown as error:
             unknown = error
             continue
         return found
     listed = f", which its group {unknown.group} lists" if unknown.group else ""
     raise ValueError(f"task.tasks: {unknown}{listed}{hint_of(unknown.name, found.all_tasks)}")
+
+
+def names_like(found: Any, name: str) -> list[str]:
+    """A name itself, or what lm-eval or a folder of yamls has for a glob. found: a TaskManager.
+    Raises Unknown."""
+    if not glob.has_magic(name):
+        return [name]
+    is_path = name.endswith(".yaml")
+    matches = sorted(glob.glob(os.path.expanduser(name))) if is_path else found.match_tasks([name])
+    if not matches:
+        raise Unknown(name, "")
+    return matches
 
 
 @functools.cache
@@ -84,11 +104,11 @@ def manager(paths: tuple[str, ...], defaults: bool, metadata: str = "{}") -> Any
 
 @functools.cache
 def families(names: tuple[str, ...]) -> tuple[str, ...]:
-    """lm-eval's own folders in which a yaml mentions one of the names."""
+    """lm-eval's own folders in which a yaml mentions one of the names, or what a glob spells."""
     import lm_eval.tasks
 
     root = Path(lm_eval.tasks.__file__).parent
-    mention = re.compile("|".join(map(re.escape, names)))
+    mention = re.compile("|".join(re.escape(longest_literal(name)) for name in names))
     return tuple(
         str(root / folder)
         for folder in sorted(
@@ -99,6 +119,11 @@ def families(names: tuple[str, ...]) -> tuple[str, ...]:
             }
         )
     )
+
+
+def longest_literal(name: str) -> str:
+    """Of a glob: the longest piece that every match holds. A name is its own."""
+    return max(re.split(r"[*?]|\[[^]]*\]", name), key=len) if glob.has_magic(name) else name
 
 
 def tasks_of(index: Mapping[str, Any], name: str, above: tuple[str, ...] = ()) -> Iterator[str]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from sparse_eval.cli.config import Settings
 from sparse_eval.core import Row
 from sparse_eval.lm.config import lm_config
+from sparse_eval.lm.globs import expanded
 from sparse_eval.reporting.grid import grid_of
 from sparse_eval.reporting.show_needle import records
 from sparse_eval.reporting.summarise_lm_eval import (
@@ -36,7 +37,7 @@ TASK_KEYS = names(
 
 
 def announce(settings: Settings) -> list[str]:
-    config = lm_config(settings.task, settings.protocol, settings.seed)
+    config = expanded(lm_config(settings.task, settings.protocol, settings.seed))
     limit = "all" if config.limit is None else config.limit
     arms = len(arms_of(settings))
     return [

@@ -32,6 +32,9 @@ Tick = Callable[[int], None]
 BUNDLED = "se_"
 """What the names of the tasks that are made by seed begin with."""
 
+MOST_NAMED = 8
+"""Tasks that a line of progress names."""
+
 
 @dataclass
 class LmEval(LiveTask):
@@ -39,8 +42,10 @@ class LmEval(LiveTask):
 
     @cached_property
     def config(self) -> LmConfig:
+        from sparse_eval.lm.globs import expanded
+
         s = self.settings
-        return lm_config(s.task, s.protocol, s.seed)
+        return expanded(lm_config(s.task, s.protocol, s.seed))
 
     @cached_property
     def side(self) -> TextSide:
@@ -74,7 +79,9 @@ class LmEval(LiveTask):
     @cached_property
     def parts(self) -> list[Part]:
         """Every task with its prompts. Needs the tokenizer, not the weights."""
-        what = f"building the prompts of {', '.join(self.config.tasks)}"
+        tasks = self.config.tasks
+        named = ", ".join(tasks) if len(tasks) <= MOST_NAMED else f"{len(tasks)} tasks"
+        what = f"building the prompts of {named}"
         with shared(), self.progress.stage(what):
             return list(self._parts())
 
