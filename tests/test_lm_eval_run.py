@@ -17,6 +17,7 @@ from lm_eval.models.huggingface import HFLM
 import sparse_eval.prefill
 from sparse_eval.app import register_resolvers, run
 from sparse_eval.cli.compose import Composer
+from sparse_eval.cli.machine import Machine
 from sparse_eval.cli.plan import cost_of
 from sparse_eval.cli.progress import Progress
 from sparse_eval.cli.settings import resolve
@@ -33,6 +34,7 @@ from sparse_eval.tracking.curves import curve_tables
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 HERE = Path(__file__).parent / "lm_tasks"
+MACHINE = Machine(flops=1e9, bytes_per_second=1e9, norm_seconds=1e-5)
 TINY = [
     "model=tiny_llama",
     f"task.include_path={HERE}",
@@ -431,10 +433,12 @@ def test_rolling_likelihoods_are_refused(tmp_path):
 
 
 def test_the_plan_counts_what_is_left_to_do(done, tmp_path):
-    fresh, again = (cost_of(settings_of(place), 1e9) for place in (tmp_path, done[1]))
+    fresh, again = (cost_of(settings_of(place), MACHINE) for place in (tmp_path, done[1]))
     cells = 3 * (4 * 5 + 3)
     assert (fresh.cells, fresh.cells_cached, fresh.prefills) == (cells, 0, 3 * 7)
     assert (again.cells, again.cells_cached, again.prefills) == (cells, cells, 0)
+    assert fresh.seconds and fresh.fewest_seconds and again.seconds == 0
+    assert fresh.fewest_seconds < fresh.seconds
 
 
 def test_wandb_gets_every_task_and_the_mean(done):

@@ -1,20 +1,19 @@
-"""plan=true: what would run and what it would cost, from shapes and a short matmul; no weights."""
+"""plan=true: what would run and what it would cost, from shapes and the machine; no weights."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from sparse_eval.cli.config import Settings
 from sparse_eval.cli.kits import KITS
+from sparse_eval.cli.machine import Machine, measured_now
 from sparse_eval.device import DTYPES, describe_device
 from sparse_eval.models import ModelInfo, model_info
 from sparse_eval.needle.config import needle_config
@@ -25,61 +24,58 @@ if TYPE_CHECKING:
     from sparse_eval.tasks.live_task import Work
     from sparse_eval.tasks.recall import Recall
 
+LAYER_NORMS, POLICY_NORMS = 55, 55
+"""What starting the operations of a decode step's layer takes, in RMS norms of one token: those of
+transformers' own layer, and those that a policy and the shared kernel add. Fitted to SmolLM2-135M
+on one and two CPU cores, where they are 1.0 ms each; nothing was fitted to a GPU."""
+
 
 @dataclass(frozen=True)
 class Cost:
-    """What one job is predicted to take. seconds: None where the model's size is not known."""
+    """What one job is predicted to take. seconds: with answers as long as they may be; None where
+    the model's size is not known. fewest_seconds: with answers as short."""
 
     prefills: int
     captures_cached: int
     cells: int
     cells_cached: int
+    fewest_seconds: float | None
     seconds: float | None
     memory_bytes: float | None
     disk_bytes: float | None
 
 
-def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
-    """Measured now: a product of the size a prefill chunk makes."""
-    a = torch.randn(1024, 2048, device=device, dtype=dtype)
-    b = torch.randn(2048, 2048, device=device, dtype=dtype)
-    rates = []
-    for _ in range(3):
-        started = time.perf_counter()
-        a @ b
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        rates.append(2 * a.shape[0] * b.shape[0] * b.shape[1] / (time.perf_counter() - started))
-    return max(rates)
-
-
-def cost_of(settings: Settings, flops: float) -> Cost:
+def cost_of(settings: Settings, machine: Machine) -> Cost:
     if settings.task["name"] == "latency":  # no model and no prompt; minutes of GPU time
         cells = len(settings.task["batches"]) * len(settings.task["contexts"])
-        return Cost(0, 0, cells, 0, None, None, None)
+        return Cost(0, 0, cells, 0, None, None, None, None)
     name, store = settings.task["name"], CellStore(settings.cache_dir)
     task: Any = KITS[name].task(settings, None)  # type: ignore[arg-type]
     if name == "recall":
-        return recall_cost(task, store, flops)
-    return live_cost(settings, task.work(store), flops)
+        return recall_cost(task, store, machine)
+    return live_cost(settings, task.work(store), machine)
 
 
-def live_cost(settings: Settings, work: Work, flops: float) -> Cost:
-    """Of prefills, and of decode steps that read every weight."""
+def live_cost(settings: Settings, work: Work, machine: Machine) -> Cost:
+    """Of prefills, and of decode steps under a policy."""
     info = model_info(settings.model)
     longest = max(work.prefills, default=settings.context)
     kv = _kv_bytes(settings, info, longest)
     known = info.num_parameters and info.num_layers
-    seconds = None
+    seconds = fewest = None
     if known:
         prefill = sum(_prefill_flops(info, tokens) for tokens in work.prefills)
-        seconds = (prefill + _decode_flops(info, work.steps)) / flops
+        step = step_seconds(settings, info, longest, machine, LAYER_NORMS + POLICY_NORMS)
+        fewest, seconds = (
+            prefill / machine.flops + steps * step for steps in (work.fewest_steps, work.steps)
+        )
     weights = (info.num_parameters or 0) * DTYPES[settings.dtype].itemsize
     return Cost(
         prefills=len(work.prefills),
         captures_cached=0,
         cells=work.cells,
         cells_cached=work.cells_known,
+        fewest_seconds=fewest,
         seconds=seconds,
         # the prefilled cache, and the fork that grows
         memory_bytes=weights + 2 * kv if known and kv is not None else None,
@@ -87,7 +83,7 @@ def live_cost(settings: Settings, work: Work, flops: float) -> Cost:
     )
 
 
-def recall_cost(task: Recall, store: CellStore, flops: float) -> Cost:
+def recall_cost(task: Recall, store: CellStore, machine: Machine) -> Cost:
     settings, cells = task.settings, task.settings.cells()
     prompts = task.local_prompts()
     cached = captured = 0
@@ -97,12 +93,14 @@ def recall_cost(task: Recall, store: CellStore, flops: float) -> Cost:
     n = settings.prompts["n"]
     info = model_info(settings.model)
     prefills = n - captured
+    seconds = _seconds(settings, info, machine, prefills, len(cells) * n - cached)
     return Cost(
         prefills=prefills,
         captures_cached=captured,
         cells=len(cells) * n,
         cells_cached=cached,
-        seconds=_seconds(settings, info, flops, prefills, len(cells) * n - cached),
+        fewest_seconds=seconds,
+        seconds=seconds,
         memory_bytes=_memory(settings, info),
         disk_bytes=_capture_bytes(settings, info, prefills),
     )
@@ -115,14 +113,15 @@ def _attention_flops(info: ModelInfo, queries: int, tokens: int) -> float:
 
 
 def _seconds(
-    settings: Settings, info: ModelInfo, flops: float, prefills: int, cells: int
+    settings: Settings, info: ModelInfo, machine: Machine, prefills: int, cells: int
 ) -> float | None:
     if not info.num_parameters or not info.num_layers:
         return None
     n, steps = settings.context, settings.task["steps"]
-    prefill = _prefill_flops(info, n) + _decode_flops(info, steps)
-    cell = 2 * _attention_flops(info, steps, n)
-    return (prefills * prefill + cells * cell) / flops
+    decode = steps * step_seconds(settings, info, n, machine, LAYER_NORMS)
+    prefill = _prefill_flops(info, n) / machine.flops + decode
+    cell = 2 * _attention_flops(info, steps, n) / machine.flops
+    return prefills * prefill + cells * cell
 
 
 def _prefill_flops(info: ModelInfo, tokens: int) -> float:
@@ -130,10 +129,15 @@ def _prefill_flops(info: ModelInfo, tokens: int) -> float:
     return 2.0 * info.num_parameters * tokens + _attention_flops(info, tokens, tokens) / 2
 
 
-def _decode_flops(info: ModelInfo, steps: int) -> float:
-    """Decoding reads every weight per step: as slow as 16 tokens' worth of arithmetic."""
-    assert info.num_parameters
-    return 2.0 * info.num_parameters * 16 * steps
+def step_seconds(
+    settings: Settings, info: ModelInfo, tokens: int, machine: Machine, norms: int
+) -> float:
+    """One decode step: every weight is read, and the cache, which grows by being copied, is read
+    twice and written once; each layer starts operations that take as long as `norms`."""
+    assert info.num_parameters and info.num_layers
+    weights = info.num_parameters * DTYPES[settings.dtype].itemsize
+    moved = weights + 3 * (_kv_bytes(settings, info, tokens) or 0)
+    return moved / machine.bytes_per_second + info.num_layers * norms * machine.norm_seconds
 
 
 def _kv_bytes(settings: Settings, info: ModelInfo, tokens: int) -> float | None:
@@ -160,20 +164,20 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
     """One line a job, infeasible ones with their reason, then the sum."""
     console = Console(highlight=False, width=None if Console().is_terminal else 130)
     feasible = [(name, s) for name, s in jobs if isinstance(s, Settings)]
-    rates: dict[tuple[str, str], float] = {}
+    machines: dict[tuple[str, str], Machine] = {}
     table = Table(title="Plan: no weights were loaded", title_justify="left")
     for column in ("job", "cells", "cached", "prefills", "time", "peak memory", "new on disk"):
         table.add_column(column, justify="left" if column == "job" else "right")
     for name, s in feasible:
         where = (s.device, s.dtype)
-        rates[where] = rates.get(where) or matmul_flops_per_second(s.device, DTYPES[s.dtype])
-        cost = cost_of(s, rates[where])
+        machines[where] = machines.get(where) or measured_now(s.device, DTYPES[s.dtype])
+        cost = cost_of(s, machines[where])
         table.add_row(
             escape(name or "(defaults)"),
             str(cost.cells),
             str(cost.cells_cached),
             str(cost.prefills),
-            _time(cost.seconds),
+            _time(cost.fewest_seconds, cost.seconds),
             _bytes(cost.memory_bytes),
             _bytes(cost.disk_bytes),
         )
@@ -187,10 +191,12 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
         elif isinstance(error, ValueError):
             line = escape(f"{name or '(defaults)'}: {error}")
             console.print(f"[yellow]infeasible[/yellow] {line}", soft_wrap=True)
-    for (device, dtype), rate in rates.items():
+    for (device, dtype), machine in machines.items():
         console.print(
-            f"[dim]predicted from {rate / 1e9:,.0f} GFLOP/s, measured now by a {dtype} matrix "
-            f"product on {describe_device(device)}; without loading, imports and pictures[/dim]"
+            f"[dim]predicted from {machine.flops / 1e9:,.0f} GFLOP/s and "
+            f"{machine.bytes_per_second / 1e9:,.0f} GB/s, measured now by {dtype} products on "
+            f"{describe_device(device)}; from the shortest answers to the longest; without "
+            "loading, imports and pictures[/dim]"
         )
 
 
@@ -207,10 +213,12 @@ def gate_notes(settings: Settings) -> list[str]:
     return [] if can_pass(gate) else [not_run_line(gate)]
 
 
-def _time(seconds: float | None) -> str:
-    if seconds is None:
+def _time(fewest: float | None, most: float | None) -> str:
+    if fewest is None or most is None:
         return "unknown"
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    size, unit = (1, "s") if most < 120 else (60, "min")
+    low, high = f"{fewest / size:.0f}", f"{most / size:.0f}"
+    return f"{high} {unit}" if low == high else f"{low} to {high} {unit}"
 
 
 def _bytes(size: float | None) -> str:

@@ -65,9 +65,21 @@ class Batch:
     @property
     def most_steps(self) -> int:
         """Decode steps under one arm, at most."""
+        return self._choice_steps + self._longest_answer
+
+    @property
+    def fewest_steps(self) -> int:
+        """Decode steps under one arm where every answer stops at its first token."""
+        return self._choice_steps + min(1, self._longest_answer)
+
+    @property
+    def _choice_steps(self) -> int:
+        return sum(len(ask.continuation or ()) for sample in self.samples for ask in sample.asks)
+
+    @property
+    def _longest_answer(self) -> int:
         asks = [ask for sample in self.samples for ask in sample.asks]
-        choices = sum(len(ask.continuation or ()) for ask in asks)
-        return choices + max((ask.max_new_tokens for ask in asks), default=0)
+        return max((ask.max_new_tokens for ask in asks), default=0)
 
     def key(self, arm: Arm) -> str:
         """Of the whole batch's answers under an arm: rows that decode together may round alike."""

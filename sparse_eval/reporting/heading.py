@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
@@ -41,7 +42,7 @@ def new_picture(headline: str, measured_what: str, width: float, height: float) 
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, rect=(0, 0, 1, 1 - head / height))
     figure = Figure(figsize=(width, height), dpi=DPI, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    common = {"x": EDGE / width, "ha": "left", "va": "top", "linespacing": 1.2}
+    common: dict[str, Any] = {"x": EDGE / width, "ha": "left", "va": "top", "linespacing": 1.2}
     title = figure.suptitle(
         "\n".join(titles), y=1 - EDGE / height, color=INK, fontproperties=HEADLINE, **common
     )

@@ -39,7 +39,7 @@ class Fidelity(LiveTask):
             ]
             known, missing = sum(found), sum(count < len(arms) for count in found)
         steps = (len(arms) * n - known) * s.task["steps"]
-        return Work([s.context] * missing, steps, len(arms) * n, known)
+        return Work([s.context] * missing, steps, steps, len(arms) * n, known)
 
     def run(self, store: CellStore) -> Iterator[list[Row]]:
         """Rows of one cell at a time; cells measured before come from the store."""

@@ -38,10 +38,12 @@ class Arm:
 @dataclass(frozen=True)
 class Work:
     """What a run would still have to do. prefills: the length of each prompt to prefill, tokens.
-    steps: decode steps at most. cells: in all, and those that are known."""
+    steps: decode steps at most; fewest_steps: where every answer ends as soon as it may. cells: in
+    all, and those that are known."""
 
     prefills: list[int]
     steps: int
+    fewest_steps: int
     cells: int
     cells_known: int
 

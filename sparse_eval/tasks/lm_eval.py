@@ -122,7 +122,7 @@ class LmEval(LiveTask):
         arms = arms_of(self.settings)
         if self.here is None:
             return self._most_work(len(arms))
-        prefills, steps, cells, known = list[int](), 0, 0, 0
+        prefills, steps, fewest, cells, known = list[int](), 0, 0, 0, 0
         for part in self._parts():
             for samples, asked in ((part.samples, arms), (part.gate, arms[:1])):
                 for batch in self._batches(part, samples):
@@ -131,7 +131,8 @@ class LmEval(LiveTask):
                     known += (len(asked) - len(missing)) * len(batch.samples)
                     prefills += list(map(len, batch.prefill_keys)) if missing else []
                     steps += len(missing) * batch.most_steps
-        return Work(prefills, steps, cells, known)
+                    fewest += len(missing) * batch.fewest_steps
+        return Work(prefills, steps, fewest, cells, known)
 
     def _most_work(self, num_arms: int) -> Work:
         """Where the prompts cannot be made yet: every task named, its limit, the run's context."""
@@ -139,9 +140,10 @@ class LmEval(LiveTask):
         each = int(limit) if isinstance(limit, int | float) and limit >= 1 else 0
         count = each * len(self.config.tasks)
         gate = self.config.gate.n * len(self.config.tasks)
-        steps = (count * num_arms + gate) * (self.config.max_new_tokens or 128)
+        answers = count * num_arms + gate
+        steps = answers * (self.config.max_new_tokens or 128)
         prefills = [self.settings.context] * (count + gate)
-        return Work(prefills, steps, count * num_arms + gate, 0)
+        return Work(prefills, steps, answers, answers, 0)
 
     def run(self, store: CellStore) -> Iterator[list[Row]]:
         """Rows of a task's documents as each task is finished, rows of the tasks at the end."""

@@ -97,7 +97,7 @@ class Needle(LiveTask):
     def work(self, store: CellStore) -> Work:
         config = self.config
         num_gate = config.gate.n if can_pass(config.gate) else 0
-        prefills, steps, cells, known = list[int](), 0, 0, 0
+        prefills, steps, fewest, cells, known = list[int](), 0, 0, 0, 0
         for spots in self.spots():
             arms = arms_of(self.at(spots[0].context))
             gate = [replace(spots[0], sample=i, role="gate") for i in range(num_gate)]
@@ -106,8 +106,10 @@ class Needle(LiveTask):
                 missing = len(asked) - self._num_known(spot, asked, store)
                 cells, known = cells + len(asked), known + len(asked) - missing
                 prefills += [spot.context] if missing else []
-                steps += missing * self._steps_of(spot)
-        return Work(prefills, steps, cells, known)
+                most = self._steps_of(spot)
+                steps += missing * most
+                fewest += missing * min(most, TYPICAL_TOKENS[spot.kind.form.name])
+        return Work(prefills, steps, fewest, cells, known)
 
     def _num_known(self, spot: Spot, arms: list[Arm], store: CellStore) -> int:
         if self.here is None or not store.folder.is_dir():
