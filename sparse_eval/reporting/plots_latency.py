@@ -32,6 +32,9 @@ COLOURS = {
     "top_delta": "#0072B2",
     "top_k": "#D55E00",
     "top_p": "#B97900",
+    "flash_attention_3": "#D55E00",
+    "flash_attention_3 fa3_fwd": "#D55E00",
+    "flashinfer": "#C9A227",
 }
 MARKERS = {"sdpa": "X", "dense": "*", "metadata": "v", "select": "D", "attend": "s", "step": "o"}
 OTHERS = "#D55E00"
@@ -62,7 +65,7 @@ def latency_curve(rows: pd.DataFrame, name: str, path: Path | str) -> Path:
             draw_time(axes, str(what), bool(graph), line.sort_values("context"))
         frame(axes, sorted(here["context"].unique()))
         log_axis(axes)
-        axes.set_title(f"batch {batch}", loc="left", fontsize=10, color=INK)
+        axes.set_title(f"batch {batch}{steepness(here)}", loc="left", fontsize=10, color=INK)
     panels[0].set_ylabel("median µs (log scale)", color=INK, fontsize=9.5)
     figure.supxlabel("context, tokens per row (log scale)", color=INK, fontsize=9.5)
     handles = {}
@@ -73,15 +76,17 @@ def latency_curve(rows: pd.DataFrame, name: str, path: Path | str) -> Path:
     return save(figure, path)
 
 
+def steepness(rows: pd.DataFrame) -> str:
+    """What a further token of context costs dense attention, where that was timed."""
+    dense = rows[(rows["what"] == "dense") & rows["graph"].astype(bool)]
+    if len(dense) < 2:
+        return ""
+    return f": dense {slope(dense['context'], dense['median_us']):.2f} ns a token"
+
+
 def draw_time(axes: Axes, what: str, graph: bool, line: pd.DataFrame) -> None:
     colour = COLOURS.get(what, OTHERS)
     label = what if graph else f"{what}, eager"
-    if what == "dense" and graph and len(line) > 1:
-        steep = f"{slope(line['context'], line['median_us']):.2f} ns a token"
-        end = (line["context"].iloc[-1], line["median_us"].iloc[-1])
-        axes.annotate(
-            steep, end, (-4, 9), textcoords="offset points", ha="right", fontsize=8, color=colour
-        )
     style: dict[str, Any] = {"color": colour, "linewidth": 1.8 if graph else 1.0}
     label = label if axes.get_subplotspec().is_first_col() else f"_{label}"  # type: ignore[union-attr]
     axes.plot(
