@@ -68,7 +68,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """block_p: pages per tile; num_programs: at most, None = one a tile; num_stages: in flight."""
+    """block_p: pages per tile; num_programs: at most, None = one a tile; num_stages: one more than
+    tiles in flight."""
 
     block_p: int
     num_programs: int | None

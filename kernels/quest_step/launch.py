@@ -158,8 +158,8 @@ def step_plan_of(
 
     Where every split chooses, a launch and a wait are saved; many splits that choose among many
     pages cost more than that. Many lists with much to score end unevenly: more and smaller programs
-    of attention even that out. Where a program scores one tile at most, a second one in flight
-    would only take room from attention, but not one in 8 bits."""
+    of attention even that out. Where a program scores one tile at most, room for a second would
+    only be taken from attention, but not in 8 bits."""
     tiles, sms = lists * triton.cdiv(num_pages, 64), multiprocessors(device)
     is_small, is_large = tiles + lists <= sms, tiles > 12 * sms and (lists > 32 or in_8_bits)
     attend = plan_of(lists, page_size, token_bytes, is_sparse=True)

@@ -149,7 +149,7 @@ def is_whole(
 
 @dataclass(frozen=True)
 class Plan:
-    """block_t: tokens per tile; num_stages: tiles in flight."""
+    """block_t: tokens per tile; num_stages: one more than tiles in flight."""
 
     block_t: int
     num_warps: int
