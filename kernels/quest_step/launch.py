@@ -161,14 +161,15 @@ def step_plan_of(
     of attention even that out. Where a program scores one tile at most, room for a second would
     only be taken from attention, but not in 8 bits."""
     tiles, sms = lists * triton.cdiv(num_pages, 64), multiprocessors(device)
-    is_small, is_large = tiles + lists <= sms, tiles > 12 * sms and (lists > 32 or in_8_bits)
-    attend = plan_of(lists, page_size, token_bytes, is_sparse=True)
+    is_small = tiles + lists <= sms  # a program scores one tile, or updates one page
+    is_large = tiles > 12 * sms and (lists > 32 or in_8_bits)
     chooses = num_pages > 2048 or (num_pages > 1024 and lists > 32)
     is_long = num_pages > 1024 and not chooses
-    is_mid = lists >= 16 and not (is_small or is_large)
+    attend = plan_of(lists, page_size, token_bytes, is_sparse=True)
     if page_size == 64:
-        tile = 64 if is_mid and (in_8_bits or is_long) else 32
-        attend = replace(attend, block_t=max(16, min(tile, TILE_BYTES // token_bytes)))
+        is_wide = lists >= 16 and not (is_small or is_large) and (in_8_bits or is_long)
+        tile = min(64 if is_wide else 32, TILE_BYTES // token_bytes)
+        attend = replace(attend, block_t=max(16, tile))
     is_uneven = lists > 32 and num_pages >= 1024 and attend.num_warps >= 4 and attend.block_t < 64
     splits = splits_of(
         *(lists, capacity, attend.block_t, device),
