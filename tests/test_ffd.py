@@ -535,3 +535,29 @@ def test_a_step_refuses_a_thumbnail_or_residual_that_does_not_fit(backend, devic
         with pytest.raises(ValueError, match=message) as failure:
             ffd_step(**step, thumbnail=given, residual=left)
         assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("decode", ["lists", "residual"])
+def test_lists_are_needed_and_have_the_keys_heads(decode):
+    q, k = torch.zeros(2, 4, 32), torch.zeros(2, 2, 64, 32)
+    t = pack_thumbnail(k, page_size=16)
+    lengths = torch.full((2,), 64, dtype=torch.int32)
+    for pages in (None, torch.zeros(2, 4, 3, dtype=torch.int32)):
+        counts = None if pages is None else torch.ones(2, 4, dtype=torch.int32)
+        lists: Any = (pages, counts, None, lengths)
+        with pytest.raises(ValueError, match=r"pages must be \[B, G, K\] with k's KV heads"):
+            if decode == "lists":
+                lists_decode(q, k, k, *lists, page_size=16, scale=1.0, backend="torch")
+            else:
+                r = pack_residual(k, t)
+                residual_decode(q, k, k, t, r, *lists, scale=1.0, backend="torch")
+
+
+@pytest.mark.parametrize("delta", [-1.0, float("nan"), 10**400, True])
+def test_delta_is_a_number_that_float32_can_hold_or_infinite(delta):
+    q, k = torch.zeros(1, 2, 32), torch.zeros(1, 1, 64, 32)
+    t = pack_thumbnail(k, page_size=16)
+    lengths = torch.full((1,), 64, dtype=torch.int32)
+    rule: Any = {"sink_pages": 1, "local_pages": 1, "scale": 1.0, "backend": "torch"}
+    with pytest.raises(ValueError, match="delta must be a number >= 0 or inf"):
+        ffd_select(q, k, t, None, lengths, delta=delta, **rule)

@@ -419,7 +419,21 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "floats with scales": ({"scales": torch.ones(1, 2, 13, 2)}, "must be int8, uint8 and float32"),
     "a query": ({"q": torch.zeros(1, 5, 24)}, "q must be"),
+    "keys of three axes": ({"k": torch.zeros(2, 208, 24)}, "k must be 4-D"),
+    "keys of other rows": ({"k": torch.zeros(3, 2, 208, 24)}, r"k must have batch 1 .* got 3"),
+    "starts of other rows": ({"starts": torch.zeros(2).int()}, r"starts must be int32 \[1\]"),
+    "starts as floats": ({"starts": torch.zeros(1)}, "starts must be int32"),
+    "a table as int64": (
+        {"k": torch.zeros(9, 2, 32, 24), "block_table": torch.zeros(1, 9).long()},
+        "block_table must be int32",
+    ),
+    "blocks of part pages": (
+        {"k": torch.zeros(9, 2, 24, 24), "block_table": torch.zeros(1, 9).int()},
+        "block_size 24 must be a multiple of page_size 16",
+    ),
+    "no scale": ({"scale": float("nan")}, "scale must be a finite number"),
 }
+UPDATE_KEYS = {"k", "mid", "half", "starts", "lengths", "page_size", "block_table", "scales"}
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -440,6 +454,10 @@ def test_bad_arguments_are_refused_in_one_line(what):
     with pytest.raises(ValueError, match=message) as failure:
         quest_select(**good | change)
     assert "\n" not in str(failure.value)
+    if {*change} <= UPDATE_KEYS:
+        given = {name: x for name, x in (good | change).items() if name in UPDATE_KEYS}
+        with pytest.raises(ValueError, match=message):
+            update_metadata(**given, backend="torch")
 
 
 def test_a_workspace_of_another_shape_is_refused_in_one_line():
@@ -459,3 +477,61 @@ def test_a_rule_the_kernel_lacks_is_refused_not_replaced():
         Quest(group="softmax_sum", select_backend="triton")
     with pytest.raises(ValueError, match="select_backend must be one of"):
         Quest(select_backend="cuda")
+
+
+@pytest.mark.parametrize("how", ["expanded", "every other"])
+def test_lengths_and_starts_may_lie_anyhow_in_memory(how, device):
+    call = make_call(device, [130, 130, 130], starts=[8, 8, 8])
+    assert call.starts_B is not None
+    if how == "expanded":
+        lengths, starts = (x[:1].expand(3) for x in (call.lengths_B, call.starts_B))
+    else:
+        lengths, starts = (
+            torch.stack((x, -x), 1).flatten()[::2] for x in (call.lengths_B, call.starts_B)
+        )
+    quest, boxes = policy(), []
+    for at in ((call.starts_B, call.lengths_B), (starts, lengths)):
+        mid, half = (call.k_BGND.new_zeros(3, 2, 8, 24) for _ in range(2))
+        update_metadata(call.k_BGND, mid, half, *at, page_size=16, backend="triton")
+        args = (call.q_BHD, call.k_BGND, mid, half, *at)
+        found = SELECT(*args, **rule_of(quest, call, 64), backend="triton", update=True)
+        boxes.append((mid, half, *found))
+    for got, want in zip(*boxes, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("starts", [None, [0, 40, 20]])
+def test_a_length_counts_as_far_as_the_cache_and_its_metadata_reach(starts, device):
+    """64 tokens of room, four pages: what lies beyond is neither read nor written."""
+    call = make_call(device, [90, 64, 63], tokens=64, starts=starts)
+    room = [64, 64, 63] if starts is None else [64, 24, 44]
+    short = make_call(device, room, tokens=64, starts=starts)
+    quest = policy(sink_pages=0, local_pages=1)
+    found = []
+    for at, backend in ((call, "triton"), (call, "torch"), (short, "torch")):
+        mid, half = (call.k_BGND.new_full((3, 2, 4, 24), -7.0) for _ in range(2))
+        tensors = (mid, half, at.starts_B, at.lengths_B)
+        update_metadata(call.k_BGND, *tensors, page_size=16, backend=backend)
+        args = (call.q_BHD, call.k_BGND, *tensors)
+        pages = SELECT(*args, **rule_of(quest, call, 32), backend=backend)
+        found.append((mid, half, *pages))
+    for got, want in zip(zip(*found, strict=True), found[2], strict=True):
+        assert all(torch.equal(x, want) for x in got)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group_size", [1, 64])
+def test_score_tiles_fit_a_multiprocessor(dtype, head_dim, group_size):
+    """Shared memory that Triton 3.6 took for sm_90: float32, 256 channels, 3 stages of 64 pages
+    304 KB, 2 stages of 32 pages 96 KB."""
+    from sparse_eval.kernels.quest_select.launch import ScorePlan, fitting
+
+    q_bytes = dtype.itemsize
+    for metadata_bytes in {1, q_bytes}:
+        given = ScorePlan(64, 132, 4, 4 if metadata_bytes == 1 else 3)
+        plan = fitting(given, max(16, group_size), head_dim, q_bytes, metadata_bytes)
+        if head_dim <= 128 and group_size == 1:
+            assert plan == given  # what was measured stays
+        tiles = 2 * plan.block_p * head_dim * metadata_bytes * (plan.num_stages - 1)
+        assert tiles <= 160 * 1024 and plan.block_p >= 16 and plan.num_stages >= 2

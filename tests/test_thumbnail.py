@@ -276,3 +276,13 @@ def test_the_kernel_refuses_pages_that_do_not_tile():
     with pytest.raises(ValueError, match="powers of two up to 512, got 12"):
         pack_thumbnail(k, page_size=12, backend="triton")
     assert pack_thumbnail(k, page_size=12).num_pages == 2
+
+
+def test_lengths_may_lie_anyhow_in_memory(device):
+    k = torch.randn(3, 2, 64, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    lengths = torch.full((3,), 64, dtype=torch.int32, device=device)
+    for given in (lengths, lengths[:1].expand(3), torch.stack((lengths, -lengths), 1)[:, 0]):
+        t = pack_thumbnail(k[:, :, :48], page_size=16, capacity=64, backend="torch")
+        extend_thumbnail(t, k, None, given, backend="triton")
+        want = pack_thumbnail(k, page_size=16, backend="torch")
+        assert torch.equal(t.codes, want.codes) and torch.equal(t.step, want.step)

@@ -5,6 +5,7 @@ Source of the method: Faster Flash Decoding, a write-up of 2-bit key thumbnails 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,12 @@ from torch import Tensor
 from sparse_eval.kernels.ffd.reference import ffd_select_reference, refined_keys
 from sparse_eval.kernels.sparse_decode import sparse_decode
 from sparse_eval.kernels.sparse_decode.api import check_backend, check_numbers, check_tensors
-from sparse_eval.kernels.sparse_decode.reference import gather_blocks, sparse_decode_reference
+from sparse_eval.kernels.sparse_decode.reference import (
+    extent_of,
+    gather_blocks,
+    live_lengths,
+    sparse_decode_reference,
+)
 from sparse_eval.kernels.thumbnail import (
     Residual,
     Thumbnail,
@@ -28,9 +34,9 @@ from sparse_eval.kernels.thumbnail.api import (
     check_residual,
     check_thumbnail_backend,
 )
-from sparse_eval.kernels.thumbnail.format import extent_of
-from sparse_eval.kernels.thumbnail.reference import live_lengths, per_token
+from sparse_eval.kernels.thumbnail.reference import per_token
 
+MAX_DELTA = torch.finfo(torch.float32).max
 PSEUDO_MAX = ("thumbnail", "exact")
 MIN_TILE = 16
 """Tokens that a product over a tile takes at least; under rule channel a tile is one page's."""
@@ -124,8 +130,7 @@ def lists_decode(
     check_tensors(q, k, v, pages, counts, starts, lengths, block_table)
     check_numbers(k, page_size, scale, paged=block_table is not None)
     check_backend(backend, q, v)
-    if pages.shape[1] != k.shape[1]:
-        raise ValueError(f"pages must be [B, {k.shape[1]}, K], got {list(pages.shape)}")
+    check_lists(k, pages)
     if backend == "torch":
         return sparse_decode(
             *(q, k, v, pages, counts, starts, lengths),
@@ -167,8 +172,7 @@ def residual_decode(
     check_keys(k, thumbnail)
     check_thumbnail_backend(backend, q, thumbnail.page_size)
     check_refined(thumbnail, residual, backend)
-    if pages.dim() != 3 or pages.shape[1] != k.shape[1]:
-        raise ValueError(f"pages must be [B, {k.shape[1]}, K], got {list(pages.shape)}")
+    check_lists(k, pages)
     page_size = thumbnail.page_size
     check_tensors(q, k, v, pages, counts, starts, lengths, block_table)
     check_numbers(k, page_size, scale, paged=block_table is not None)
@@ -272,6 +276,12 @@ def check_select(
     check_thumbnail_backend(backend, q, thumbnail.page_size)
 
 
+def check_lists(k: Tensor, pages: Tensor | None) -> None:
+    got = None if pages is None else list(pages.shape)
+    if got is None or len(got) != 3 or k.dim() != 4 or got[1] != k.shape[1]:
+        raise ValueError(f"pages must be [B, G, K] with k's KV heads, got {got}")
+
+
 def check_refined(thumbnail: Thumbnail, residual: Residual, backend: str) -> None:
     if backend == "triton" and thumbnail.rule == "channel" and thumbnail.page_size < MIN_TILE:
         raise ValueError(
@@ -282,7 +292,8 @@ def check_refined(thumbnail: Thumbnail, residual: Residual, backend: str) -> Non
 
 
 def check_rule(delta: float, sink_pages: int, local_pages: int, pseudo_max: str) -> None:
-    if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not delta >= 0:
+    is_number = isinstance(delta, (int, float)) and not isinstance(delta, bool)
+    if not is_number or not delta >= 0 or (delta > MAX_DELTA and delta != math.inf):
         raise ValueError(f"delta must be a number >= 0 or inf, got {delta!r}")
     for name, value, least in (("sink_pages", sink_pages, 0), ("local_pages", local_pages, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:

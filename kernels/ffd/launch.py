@@ -17,8 +17,8 @@ from sparse_eval.kernels.sparse_decode.launch import (
     is_whole,
     multiprocessors,
 )
+from sparse_eval.kernels.sparse_decode.reference import extent_of
 from sparse_eval.kernels.thumbnail import Residual, Thumbnail
-from sparse_eval.kernels.thumbnail.format import extent_of
 from sparse_eval.kernels.thumbnail.launch import form_of, pack_triton, tile_of
 
 MAX_PROGRAMS = 1024

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_eval.kernels.sparse_decode.reference import live_lengths
 from sparse_eval.kernels.thumbnail.format import Residual, Thumbnail
 from sparse_eval.kernels.thumbnail.reference import (
-    live_lengths,
     unpack_reference,
     unpack_residual_reference,
 )

@@ -23,7 +23,9 @@ FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit(
-    do_not_specialize=["num_pages", "tiles_per_list", "num_lists", "kv_heads", "group_size"]
+    do_not_specialize=[
+        *("num_tokens", "num_pages", "tiles_per_list", "num_lists", "kv_heads", "group_size")
+    ]
 )
 def score_kernel(
     q_ptr,  # [B, H, D]
@@ -36,6 +38,7 @@ def score_kernel(
     scales_ptr,  # [B or 1, G, num_pages, 2] float32 of mid and half in 8 bits, None = not in 8 bits
     keys_ptr,  # [B, G, stride_list] uint32; what is not a full page stays unwritten
     scale,
+    num_tokens,  # the cache's extent, not a live length
     num_pages,
     tiles_per_list,
     num_lists,
@@ -74,7 +77,8 @@ def score_kernel(
     num_tiles = num_lists * tiles_per_list
     query = (q_ptr, stride_qb, stride_qh, stride_qd, kv_heads, group_size, scale)
     boxes = (mid_ptr, half_ptr, scales_ptr, stride_mb, keys_ptr, stride_list)
-    sizes = (lengths_ptr, num_pages, tiles_per_list, num_tiles)
+    rows = (starts_ptr, lengths_ptr, num_tokens)
+    sizes = (rows, num_pages, tiles_per_list, num_tiles)
     tile = program
     # Found while the tile before it is read: a load within an iteration would stop its pipeline.
     num_full = full_pages_of(tile, sizes, kv_heads, PAGE_SIZE)
@@ -99,7 +103,7 @@ def score_kernel(
         while row_list < num_lists:
             row = (row_list // kv_heads).to(tl.int64)
             kv_head = row_list % kv_heads
-            length = tl.load(lengths_ptr + row)
+            length = length_of(row, rows)
             page = length // PAGE_SIZE - 1
             if (page >= 0) & (page < num_pages) & (length % PAGE_SIZE == 0):
                 meta = row * stride_mb + kv_head.to(tl.int64) * num_pages * D
@@ -113,12 +117,21 @@ def score_kernel(
 
 
 @triton.jit
+def length_of(row, rows, mask=True):
+    """A row's live tokens, as far as its cache reaches."""
+    starts_ptr, lengths_ptr, num_tokens = rows
+    start = 0
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + row, mask=mask, other=0)
+    return tl.minimum(tl.load(lengths_ptr + row, mask=mask, other=0), num_tokens - start)
+
+
+@triton.jit
 def full_pages_of(tile, sizes, kv_heads, PAGE_SIZE: tl.constexpr):
     """Full pages of the row that a tile belongs to."""
-    lengths_ptr, num_pages, tiles_per_list, num_tiles = sizes
-    row = tile // tiles_per_list // kv_heads
-    length = tl.load(lengths_ptr + row, mask=tile < num_tiles, other=0)
-    return tl.minimum(length // PAGE_SIZE, num_pages)
+    rows, num_pages, tiles_per_list, num_tiles = sizes
+    length = length_of(tile // tiles_per_list // kv_heads, rows, tile < num_tiles)
+    return tl.minimum(tl.maximum(length, 0) // PAGE_SIZE, num_pages)
 
 
 @triton.jit
@@ -195,11 +208,13 @@ def share_in_group(s, mask, axis: tl.constexpr, GROUP_SUM: tl.constexpr):
 
 
 RULE = ["num_pages", "width", "num_selected", "budget", "sink_pages", "local_pages"]
+CHOOSE_SIZES = [*RULE, "num_tokens"]
 
 
-@triton.jit(do_not_specialize=RULE)
+@triton.jit(do_not_specialize=CHOOSE_SIZES)
 def choose_kernel(
     keys_ptr,  # [B, G, stride_list]
+    starts_ptr,  # [B], None = 0
     lengths_ptr,  # [B]
     pages_ptr,  # [B, G, width]
     counts_ptr,  # [B, G]
@@ -210,6 +225,7 @@ def choose_kernel(
     budget,
     sink_pages,
     local_pages,
+    num_tokens,  # the cache's extent
     stride_list,
     PAGE_SIZE: tl.constexpr,
     POLL: tl.constexpr,  # wait for a list's keys, not for the whole score kernel; set its flag
@@ -220,7 +236,7 @@ def choose_kernel(
     pdl_launch(PDL)
     row = tl.program_id(1).to(tl.int64)
     row_list = row * tl.num_programs(0) + tl.program_id(0)
-    length = tl.load(lengths_ptr + row)
+    length = length_of(row, (starts_ptr, lengths_ptr, num_tokens))
     rule = (num_pages, width, num_selected, budget, sink_pages, local_pages)
     if not POLL:
         pdl_wait(PDL)
@@ -343,7 +359,7 @@ def choose_pages(
     return count
 
 
-@triton.jit(do_not_specialize=["num_pages"])
+@triton.jit(do_not_specialize=["num_tokens", "num_pages"])
 def update_kernel(
     k_ptr,
     starts_ptr,
@@ -352,6 +368,7 @@ def update_kernel(
     mid_ptr,
     half_ptr,
     scales_ptr,
+    num_tokens,  # the cache's extent
     num_pages,
     stride_tb,
     stride_kb,
@@ -365,14 +382,15 @@ def update_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Grid (B, G): the metadata of each row's newest full page."""
+    """Grid (B, G): the metadata of each row's newest full page, where there is room for it."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    length = tl.load(lengths_ptr + row)
-    if length >= PAGE_SIZE:
+    length = length_of(row, (starts_ptr, lengths_ptr, num_tokens))
+    page = length // PAGE_SIZE - 1
+    if (length >= PAGE_SIZE) & (page < num_pages):
         meta = row * stride_mb + kv_head.to(tl.int64) * num_pages * D
         write_metadata(
-            *(row, kv_head, length // PAGE_SIZE - 1, length, k_ptr, starts_ptr, table_ptr),
+            *(row, kv_head, page, length, k_ptr, starts_ptr, table_ptr),
             *(meta, mid_ptr, half_ptr, scales_ptr),
             *(stride_tb, (stride_kb, stride_kg, stride_kn, stride_kd), D, PAGE_SIZE, BLOCK_SIZE),
             *(BLOCK_D, BLOCK_TOKENS),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_eval.kernels.sparse_decode.reference import extent_of, live_lengths
+
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 
@@ -35,7 +37,8 @@ def quest_select_reference(
     score = score.amax(2) if group == "max" else score.sum(2)  # [B, G, P]
     score = score.nan_to_num(nan=-FLOAT_MAX, posinf=FLOAT_MAX, neginf=-FLOAT_MAX)
     page = torch.arange(num_pages, device=q.device)
-    visible = (-(-lengths_B.long() // page_size))[:, None]  # pages that hold a live token
+    pages_B = (-(-lengths_B.long() // page_size)).clamp(0, num_pages)
+    visible = pages_B[:, None]  # pages that hold a live token
     is_forced = (page < sink_pages) | (page >= visible - local_pages)
     score = score.masked_fill(is_forced[:, None], torch.inf)
     score = score.masked_fill((page >= visible)[:, None], -torch.inf)
@@ -60,9 +63,10 @@ def update_metadata_reference(
     block_table: Tensor | None,
 ) -> None:
     """One row at a time, its newest full page's smallest and largest key per channel."""
+    live_B = live_lengths(lengths_B, starts_B, extent_of(k, block_table))
     for row in range(len(lengths_B)):
-        page = int(lengths_B[row]) // page_size - 1
-        if page < 0:
+        page = int(live_B[row]) // page_size - 1
+        if not 0 <= page < mid_BGPD.shape[2]:
             continue
         first = page * page_size + (0 if starts_B is None else int(starts_B[row]))
         token = torch.arange(first, first + page_size, device=k.device)

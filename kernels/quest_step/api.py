@@ -56,7 +56,13 @@ def quest_step(
         "group": group,
         "scale": scale,
     }
-    check_select(q, k, mid, half, lengths, backend=backend, scales=scales, **rule)
+    check_select(
+        *(q, k, mid, half, starts, lengths),
+        backend=backend,
+        block_table=block_table,
+        scales=scales,
+        **rule,
+    )
     check_tensors(q, k, v, None, None, starts, lengths, block_table)
     check_numbers(k, page_size, scale, paged=block_table is not None)
     check_backend(backend, q, v)

@@ -100,7 +100,7 @@ def step_attend_kernel(
     start = 0
     if starts_ptr is not None:
         start = tl.load(starts_ptr + row)
-    length = tl.load(lengths_ptr + row)
+    length = tl.minimum(tl.load(lengths_ptr + row), num_tokens - start)
     pages_ptr += row_list * width
     rule = (num_pages, width, num_selected, budget, sink_pages, local_pages)
     count = count_of(length, rule, PAGE_SIZE)
@@ -116,7 +116,6 @@ def step_attend_kernel(
     row_head = row_list * group_size + offs_m
     cache = (k_ptr, v_ptr, stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_ve)
     parts = (None, 0, mask_m)
-    extent = tl.minimum(length, num_tokens - start)  # of what is read
     num_tiles = (count * PAGE_SIZE + BLOCK_T - 1) // BLOCK_T
     if CHOOSE:
         # All splits of a list write the same.
@@ -129,7 +128,7 @@ def step_attend_kernel(
     else:
         wait_for(flags_ptr + row_list)
 
-    lists = (pages_ptr, table_ptr, start, extent, count)
+    lists = (pages_ptr, table_ptr, start, length, count)
     m, l, acc = attend_split(
         *(split, num_splits, num_tiles, q, scale, lists, cache, parts, D, E, PAGE_SIZE, BLOCK_SIZE),
         *(WHOLE, 1, P_UNIT, INTERPRET, BLOCK_M, BLOCK_T, BLOCK_D, BLOCK_E),

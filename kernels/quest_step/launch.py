@@ -33,6 +33,7 @@ from sparse_eval.kernels.sparse_decode.launch import (
     plan_of,
     splits_of,
 )
+from sparse_eval.kernels.sparse_decode.reference import extent_of
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def quest_step_triton(
     )
     if plan.chooses:
         pages, counts = launch_choose(
-            *(keys, num_pages, lengths, rule),
+            *(keys, num_pages, starts, lengths, extent_of(k, table), rule),
             flags=flags,
         )
     else:
@@ -106,7 +107,7 @@ def quest_step_triton(
     acc, m, l = new(splits, e), new(splits), new(splits)  # noqa: E741
     # The interpreter's own float32 -> bfloat16 truncates.
     out, lse = new(e, dtype=torch.float32 if INTERPRETED else q.dtype), new()
-    num_tokens = k.shape[2] * (1 if table is None else table.shape[1])
+    num_tokens = extent_of(k, table)
     pdl = can_overlap_launches(q.device)
     with torch.cuda.device_of(q):
         step_attend_kernel[(lists * splits,)](

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -147,23 +148,42 @@ def check_tensors(
         raise ValueError(f"k and v must have batch {rows} (q's) or 1, got {k.shape[0]}")
     if (pages is None) != (counts is None):
         raise ValueError("pages and counts go together: give both, or neither for dense attention")
-    integers: dict[str, tuple[Tensor | None, list[tuple[int | None, ...]]]] = {
-        "lengths": (lengths, [(rows,)]),
-        "starts": (starts, [(rows,)]),
-        "pages": (pages, [(rows, kv_heads, None), (rows, heads, None)]),
-        "counts": (counts, [tuple(pages.shape[:2]) if pages is not None else ()]),
-        "block_table": (block_table, [(rows, None), (1, None)]),
-    }
-    for name, (x, shapes) in integers.items():
+    if not q.device == k.device == v.device:
+        raise ValueError(f"k, v must be on q's device {q.device}, got {k.device}, {v.device}")
+    lists = [(rows, kv_heads, None), (rows, heads, None)]
+    slots = [tuple(pages.shape[:2]) if pages is not None else ()]
+    check_integers(q.device, pages=(pages, lists), counts=(counts, slots))
+    check_rows(rows, q.device, starts, lengths, block_table)
+
+
+Shapes = Sequence[tuple[int | None, ...]]
+
+
+def check_rows(
+    rows: int,
+    device: torch.device,
+    starts: Tensor | None,
+    lengths: Tensor,
+    block_table: Tensor | None,
+) -> None:
+    check_integers(
+        device,
+        lengths=(lengths, [(rows,)]),
+        starts=(starts, [(rows,)]),
+        block_table=(block_table, [(rows, None), (1, None)]),
+    )
+
+
+def check_integers(device: torch.device, **given: tuple[Tensor | None, Shapes]) -> None:
+    """Each tensor that is given is int32, of one of its shapes (None: any size), on the device."""
+    for name, (x, shapes) in given.items():
         if x is None:
             continue
         if x.dtype != torch.int32 or not any(_fits(x, shape) for shape in shapes):
             wanted = " or ".join(str(list(shape)).replace("None", "any") for shape in shapes)
             raise ValueError(f"{name} must be int32 {wanted}, got {x.dtype} {_shape(x)}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"k, v must be on q's device {q.device}, got {k.device}, {v.device}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on the keys' device {device}, got {x.device}")
 
 
 def check_numbers(k: Tensor, page_size: int, scale: float, *, paged: bool) -> None:

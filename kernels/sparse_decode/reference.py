@@ -138,6 +138,17 @@ def per_kv_head(x_BGMI: Tensor, y_BGIJ: Tensor) -> Tensor:
     return rows.unflatten(1, (len(x_BGMI), -1)).transpose(0, 1)
 
 
+def extent_of(k: Tensor, block_table: Tensor | None) -> int:
+    """Tokens that a row of the cache has room for."""
+    return k.shape[2] * (1 if block_table is None else block_table.shape[1])
+
+
+def live_lengths(lengths_B: Tensor, starts_B: Tensor | None, extent: int) -> Tensor:
+    """lengths_B cut at the end of a cache of `extent` tokens, int64."""
+    room = extent - (torch.zeros_like(lengths_B) if starts_B is None else starts_B).long()
+    return torch.minimum(lengths_B.long(), room).clamp_min(0)
+
+
 def gather_blocks(pool: Tensor, block_table_BC: Tensor) -> Tensor:
     """A pool [num_blocks, G, block_size, D] as a contiguous cache [B, G, C · block_size, D]."""
     blocks = pool[block_table_BC.long().clamp(0, len(pool) - 1)]  # unused entries hold anything

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_eval.kernels.sparse_decode.api import check_backend
+from sparse_eval.kernels.sparse_decode.reference import extent_of, live_lengths
 from sparse_eval.kernels.thumbnail import reference
 from sparse_eval.kernels.thumbnail.format import (
     BITS,
@@ -16,7 +17,6 @@ from sparse_eval.kernels.thumbnail.format import (
     Residual,
     Thumbnail,
     can_use_triton,
-    extent_of,
     unit_of,
 )
 
@@ -121,7 +121,7 @@ def extend_thumbnail(
         pack_triton(thumbnail, residual, k, starts, lengths, block_table, fresh=fresh)
         return
     codes = None if residual is None else residual.codes
-    lengths = reference.live_lengths(lengths, starts, extent_of(k, block_table))
+    lengths = live_lengths(lengths, starts, extent_of(k, block_table))
     reference.extend_reference(
         *(thumbnail, codes, unit_of(thumbnail), k, starts, lengths, block_table, fresh)
     )

@@ -80,11 +80,6 @@ def unit_of(thumbnail: Thumbnail) -> float:
     return thumbnail.reach / 128
 
 
-def extent_of(k: Tensor, block_table: Tensor | None) -> int:
-    """Tokens that a row of the cache has room for."""
-    return k.shape[2] * (1 if block_table is None else block_table.shape[1])
-
-
 def can_use_triton(page_size: int) -> bool:
     """Whether the triton backend has tiles of whole pages of this size."""
     return page_size & (page_size - 1) == 0 and page_size <= MAX_TRITON_PAGE_SIZE

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sparse_eval.kernels.sparse_decode.kernel import INTERPRETED
 from sparse_eval.kernels.sparse_decode.launch import can_overlap_launches
-from sparse_eval.kernels.thumbnail.format import Residual, Thumbnail, extent_of, unit_of
+from sparse_eval.kernels.sparse_decode.reference import extent_of
+from sparse_eval.kernels.thumbnail.format import Residual, Thumbnail, unit_of
 from sparse_eval.kernels.thumbnail.kernel import pack_kernel, score_kernel
 
 
@@ -33,6 +34,8 @@ def pack_triton(
     assert t.codes.is_contiguous() and t.step.is_contiguous()
     assert residual is None or residual.codes.is_contiguous()
     rows = len(t.codes) if lengths is None else len(lengths)
+    # Integer arguments are walked without strides.
+    starts, lengths = (x if x is None else x.contiguous() for x in (starts, lengths))
     is_shared = block_table is None and len(k) == 1
     pdl = can_overlap_launches(k.device)
     with torch.cuda.device_of(k):

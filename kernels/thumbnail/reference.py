@@ -99,12 +99,6 @@ def per_token(q_BHD: Tensor, x_BGND: Tensor) -> Tensor:
     return (q @ x_BGND.mT).flatten(1, 2)
 
 
-def live_lengths(lengths_B: Tensor, starts_B: Tensor | None, extent: int) -> Tensor:
-    """lengths_B cut at the end of a cache of `extent` tokens, int64."""
-    room = extent - (torch.zeros_like(lengths_B) if starts_B is None else starts_B).long()
-    return torch.minimum(lengths_B.long(), room).clamp_min(0)
-
-
 def extend_reference(
     thumbnail: Thumbnail,
     residual_codes: Tensor | None,
