@@ -126,7 +126,7 @@ _TENSOR_NAMES = tuple(_FIELDS)
 def load_capture(path: str | Path, device: str | torch.device = "cpu") -> CapturedKV:
     """Read a capture file. Raises ValueError in one line for a missing, torn or altered file."""
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"no capture file at {path}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -134,12 +134,16 @@ def load_capture(path: str | Path, device: str | torch.device = "cpu") -> Captur
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, json.JSONDecodeError, OSError) as error:
         raise ValueError(f"{path} is not a readable capture ({type(error).__name__})") from None
+    if not isinstance(meta, dict):
+        raise ValueError(f"{path} is not a readable capture (its metadata is no mapping)")
     if meta.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path} has capture format {meta.get('format_version')}, expected {FORMAT_VERSION}"
         )
     if meta.get("digest") != _digest(tensors):
         raise ValueError(f"{path} was altered or truncated: its tensors do not match its digest")
+    if lack := what_lacks(meta, tensors):
+        raise ValueError(f"{path} is not a readable capture ({lack})")
     layers = {
         int(i): LayerCapture(
             **{_FIELDS[n]: tensors[f"layers.{i}.{n}"].to(device) for n in _TENSOR_NAMES},
@@ -148,6 +152,40 @@ def load_capture(path: str | Path, device: str | torch.device = "cpu") -> Captur
         for i, scale in meta["scales"].items()
     }
     return CapturedKV(layers, tensors["lengths"].to(device), meta)
+
+
+def what_lacks(meta: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """What the format promises (docs/capture.md) and the file does not hold; "" for a whole one."""
+    for key, kind in (("scales", dict), ("prompt_length", int), ("capture_hash", str)):
+        if not isinstance(meta.get(key), kind):
+            return f"its metadata has no {key}"
+    lengths = tensors.get("lengths")
+    if lengths is None or lengths.dim() != 1 or not len(lengths) or lengths.is_floating_point():
+        return "it has no lengths [T]"
+    for i, scale in meta["scales"].items():
+        if not i.isdecimal() or not isinstance(scale, int | float) or isinstance(scale, bool):
+            return f"the scale of layer {i!r} is {scale!r}"
+        of_layer = [tensors.get(f"layers.{i}.{name}") for name in _TENSOR_NAMES]
+        for name, x in zip(_TENSOR_NAMES, of_layer, strict=True):
+            if x is None or x.dim() != 3:
+                return f"it has no layers.{i}.{name} of three dimensions"
+        k, v, q, out, prompt_q = (x for x in of_layer if x is not None)
+        (kv_heads, num_tokens, head_dim), num_heads = k.shape, q.shape[1]
+        if (
+            v.shape[:2] != (kv_heads, num_tokens)
+            or q.shape != (len(lengths), num_heads, head_dim)
+            or out.shape != (len(lengths), num_heads, v.shape[2])
+            or prompt_q.shape[1:] != (num_heads, head_dim)
+            or not kv_heads
+            or num_heads % kv_heads
+            or int(lengths.max()) > num_tokens
+        ):
+            shapes = ", ".join(
+                f"{n} {list(x.shape)}"
+                for n, x in zip(_TENSOR_NAMES, (k, v, q, out, prompt_q), strict=True)
+            )
+            return f"layer {i}'s shapes do not fit each other: {shapes}"
+    return ""
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from sparse_eval import measure
 from sparse_eval.evaluator import Evaluator, check_recall
@@ -224,6 +226,38 @@ def test_a_damaged_capture_is_refused_in_one_line(capture, tmp_path):
         measure(path, [Window()], [64])
     with pytest.raises(ValueError, match="no capture file"):
         measure(tmp_path / "nothing.safetensors", [Window()], [64])
+
+
+@pytest.mark.parametrize(
+    ("change", "lack"),
+    [
+        (lambda meta: [1], "its metadata is no mapping"),
+        (lambda meta: {k: v for k, v in meta.items() if k != "scales"}, "has no scales"),
+        (lambda meta: {k: v for k, v in meta.items() if k != "prompt_length"}, "no prompt_length"),
+        (lambda meta: meta | {"scales": [0.25]}, "has no scales"),
+        (lambda meta: meta | {"scales": {"0": "wide"}}, "the scale of layer '0' is 'wide'"),
+        (lambda meta: meta | {"scales": {"first": 0.25}}, "the scale of layer 'first' is 0.25"),
+        (lambda meta: meta | {"scales": {"7": 0.25}}, "it has no layers.7.keys"),
+    ],
+)
+def test_metadata_that_is_no_captures_is_refused_in_one_line(capture, tmp_path, change, lack):
+    path = tmp_path / "c.safetensors"
+    capture.save(path)
+    with safe_open(path, framework="pt") as file:
+        meta = json.loads(file.metadata()["sparse_eval"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, path, metadata={"sparse_eval": json.dumps(change(meta))})
+    with pytest.raises(ValueError, match="not a readable capture .*" + lack) as failure:
+        measure(path, [Window()], [64])
+    assert "\n" not in str(failure.value)
+
+
+def test_a_layer_of_other_shapes_is_refused_in_one_line(capture, tmp_path):
+    layer = replace(capture.layers[0], queries_THD=capture.layers[0].queries_THD[:-1])
+    replace(capture, layers=capture.layers | {0: layer}).save(tmp_path / "c.safetensors")
+    with pytest.raises(ValueError, match="layer 0's shapes do not fit each other: keys") as failure:
+        measure(tmp_path / "c.safetensors", [Window()], [64])
+    assert "\n" not in str(failure.value)
 
 
 def test_a_capture_comes_back_from_disk_as_it_was(capture, tmp_path):
