@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,8 +31,9 @@ from sparse_eval.latency.baselines import (
     those_that_run,
 )
 from sparse_eval.latency.cell import Cell
+from sparse_eval.latency.checks import check_latency
 from sparse_eval.latency.clock import timing
-from sparse_eval.latency.config import FFD_PARTS, Shapes, check_latency, latency_config
+from sparse_eval.latency.config import FFD_PARTS, Shapes, latency_config
 from sparse_eval.latency.ffd_cell import FFDBuffer, FFDCell
 from sparse_eval.latency.replay import captured_keys, captured_lists
 from sparse_eval.latency.rules import kept, matched, top_p
@@ -69,11 +71,19 @@ def test_without_a_gpu_it_ends_with_one_line_and_exit_code_2(monkeypatch, capsys
         ({"contexts": [4096, "8k"]}, "task.contexts must be an integer >= 16"),
         ({"graph": ["yes"]}, "task.graph must be a list of true and false"),
         ({"repeats": 1}, "task.repeats must be an integer >= 3"),
+        ({"new_tokens": 2}, "task.new_tokens must be an integer >= 3"),
+        *(
+            ({"working_set": value}, "task.working_set must be a finite number > 0, got ")
+            for value in (0, -4, float("nan"), float("inf"), True, "4")
+        ),
         ({"densities": [0.1, 1.5]}, "task.densities must be a number between 0 and 1"),
         ({"keep_ratio": 0}, "task.keep_ratio must be a number between 0 and 1"),
         ({"scales": "head"}, "task.scales must be one of token, channel"),
         ({"lists": "nowhere.safetensors"}, "task.lists must be scattered or a capture's path"),
         ({"keys": "nowhere.safetensors"}, "task.keys must be random or a capture's path"),
+        ({"keys": "k" * 260}, "task.keys must be random or a capture's path"),
+        ({"lists": "l" * 260}, "task.lists must be scattered or a capture's path"),
+        ({"lists": "~no-such-user/kv"}, "task.lists must be scattered or a capture's path"),
         ({"deltas": [5, -1]}, "task.deltas must be numbers >= 0, in logits, got -1"),
         ({"deltas": [float("inf")]}, "task.deltas must be numbers >= 0, in logits, got inf"),
         (
@@ -101,6 +111,107 @@ def test_only_quest_has_a_select_to_time():
         check_latency(TASK | {"what": ["ffd_step"]}, INFO, Quest(page_size=48), "cuda")
     thin = {"what": ["ffd_step", "rules"], "contexts": [2**19]}  # Quest's own limit is not theirs
     check_latency(TASK | thin, INFO, Quest(page_size=16), "cuda")
+
+
+def of_head_dim(value: int) -> dict[str, Any]:
+    return {"shapes": {"num_heads": 12, "num_kv_heads": 2, "head_dim": value}}
+
+
+@pytest.mark.parametrize(
+    ("change", "pages", "message"),
+    [
+        *(
+            ({"what": [what], "contexts": [4096, 16]}, {"page_size": 64}, "must be at least 64 for")
+            for what in ("metadata", "select", "step")
+        ),
+        *(
+            ({"what": [what], "contexts": [64]}, {"page_size": 64}, "must be at least 65 for")
+            for what in FFD_PARTS
+        ),
+        ({"what": ["ffd_select"]}, {"sink_pages": 0, "local_pages": 1}, "got 0 and 1"),
+        *(
+            (
+                {"what": [what], "scales": "channel"},
+                {"page_size": 8},
+                "page_size must be at least 16 for",
+            )
+            for what in ("ffd_attend_residual", "ffd_step_residual")
+        ),
+        ({"what": ["ffd_step"], **of_head_dim(66)}, {}, "must be a multiple of 4 for task.what"),
+        ({"what": ["generate"], **of_head_dim(65)}, {}, "must be even for task.what=generate"),
+        *(
+            ({"what": [what], **of_head_dim(320)}, {}, f"<= 256 for task.what={what}, got 320")
+            for what in ("dense", "generate", "ffd_attend")
+        ),
+        ({"contexts": [2**19 - 15]}, {}, "fewer than 32,768 pages, got group=max and 32,768"),
+    ],
+)
+def test_what_a_part_could_not_do_is_refused_before_it_is_timed(change, pages, message):
+    with pytest.raises(ValueError, match=message) as failure:
+        check_latency(TASK | change, INFO, Quest(**{"page_size": 16} | pages), "cuda")
+    assert "\n" not in str(failure.value)
+
+
+def test_what_a_part_can_do_is_not_refused():
+    for change, pages in (
+        ({"what": ["step"], "contexts": [64]}, {"page_size": 64}),
+        ({"what": ["sdpa", "dense", "attend"], "contexts": [16]}, {"page_size": 64}),
+        ({"what": [*FFD_PARTS], "contexts": [65]}, {"page_size": 64}),
+        ({"what": [*FFD_PARTS], "contexts": [16]}, {"page_size": 1, "sink_pages": 0}),
+        ({"what": [*FFD_PARTS], "scales": "channel"}, {"page_size": 16, "sink_pages": 0}),
+        ({"what": ["ffd_step"], "scales": "channel"}, {"page_size": 8}),
+        ({"what": ["sdpa", "rules"], **of_head_dim(321)}, {"page_size": 16}),
+    ):
+        check_latency(TASK | change, INFO, Quest(**pages), "cuda")
+
+
+def test_values_given_twice_are_timed_once():
+    twice = {
+        "what": ["step", "sdpa", "step"],
+        "batches": [8, 1, 8],
+        "contexts": [64, 64],
+        "graph": [True, True],
+        "densities": [0.1, 0.1],
+        "deltas": [5, 5.0, 7],
+    }
+    config = latency_config(TASK | twice, INFO)
+    assert {name: getattr(config, name) for name in twice} == {
+        "what": ("step", "sdpa"),
+        "batches": (8, 1),
+        "contexts": (64,),
+        "graph": (True,),
+        "densities": (0.1,),
+        "deltas": (5.0, 7.0),
+    }
+
+
+@pytest.mark.parametrize("name", ["keys", "lists"])
+def test_a_capture_that_no_part_reads_is_not_opened(tmp_path, name):
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"no capture")
+    reader = {"keys": "ffd_attend", "lists": "attend"}[name]
+    task = TASK | {name: str(broken)}
+    others = [what for what in ("sdpa", "step", "select", "generate") if what != reader]
+    check_latency(task | {"what": others}, INFO, Quest(), "cuda")
+    assert getattr(latency_config(task | {"what": others}, INFO), name) is None
+    with pytest.raises(ValueError, match="not a readable capture"):
+        check_latency(task | {"what": [reader]}, INFO, Quest(), "cuda")
+
+
+def test_the_shortest_cells_work(capture):
+    if torch.cuda.is_available():
+        pytest.skip("the kernel is compiled in this process")
+    cell = cell_of(capture, context=16, policy=Quest(page_size=64))
+    work: dict[str, Any] = dict(cell.work([cell.buffer(cell.scattered_lists)]))
+    torch.testing.assert_close(work["dense"](0)[0], work["attend"](0)[0])
+    assert cell.bytes_of("attend") == cell.bytes_of("dense")
+    for page_size, sink_pages, local_pages in ((16, 0, 9), (1, 0, 1)):
+        pages = (page_size, sink_pages, local_pages, "token")
+        top = FFDCell(1, 17, cell.shapes, torch.float32, *pages, torch.device("cpu"))
+        x = top.buffer()
+        reading = top.reading(x, 0.5)
+        assert 0 < reading.density <= 1
+        assert all(step(0) is not None for step in top.work([x], [reading]).values())
 
 
 def test_shapes_come_from_the_model_or_the_task():
@@ -273,10 +384,30 @@ def test_keys_that_do_not_fit_the_cells_are_refused_in_one_line(capture, saved):
     check_latency(task, info, Quest(page_size=16), "cuda")
     shorter = task | {"contexts": [4096, tokens - 1]}
     other = task | {"shapes": {"num_heads": None, "num_kv_heads": None, "head_dim": 2 * head_dim}}
+    last = max(capture.layers)
+
+    def odd(**tensors: Tensor) -> dict[str, Any]:
+        """The capture with another last layer."""
+        layer = replace(capture.layers[last], **tensors)
+        path = saved.with_name("odd.safetensors")
+        replace(capture, layers=capture.layers | {last: layer}).save(path)
+        return task | {"keys": str(path)}
+
+    x = capture.layers[last]
+    narrow = {
+        name: getattr(x, name)[..., : head_dim // 2]
+        for name in ("keys_GND", "queries_THD", "prompt_queries_WHD")
+    }
     for changed, message in (
         (shorter, f"holds {tokens} tokens, so task.contexts must be at least that"),
         (other, f"has head_dim {head_dim}, but task.shapes has {2 * head_dim}"),
+        (odd(**narrow), f"layer {last} of .* has head_dim {head_dim // 2}, but"),
     ):
+        with pytest.raises(ValueError, match=message) as failure:
+            check_latency(changed, info, Quest(page_size=16), "cuda")
+        assert "\n" not in str(failure.value)
+    values = {"values_GNE": x.values_GNE[..., :4], "outputs_THE": x.outputs_THE[..., :4]}
+    for changed, message in ((odd(**values), f"layer {last} of .* has values of 4 channels"),):
         with pytest.raises(ValueError, match=message) as failure:
             check_latency(changed, info, Quest(page_size=16), "cuda")
         assert "\n" not in str(failure.value)

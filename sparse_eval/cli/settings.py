@@ -15,7 +15,7 @@ from sparse_eval.cli.compose import Composer, quoted
 from sparse_eval.cli.config import NamedPolicy, Settings
 from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
 from sparse_eval.inputs.store import user_cache
-from sparse_eval.latency.config import check_latency
+from sparse_eval.latency.checks import check_latency
 from sparse_eval.lm.config import lm_config
 from sparse_eval.models import model_info
 from sparse_eval.needle.config import needle_config

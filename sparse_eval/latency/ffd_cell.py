@@ -137,9 +137,9 @@ class FFDCell:
         """δ at which this share of a KV head's pages is read, mean over rows and heads."""
         score = thumbnail_scores(x.q, x.thumbnail, self.scale, backend="triton")
         page_max = score.unflatten(2, (-1, self.page_size)).amax(3)[..., : self.full_pages]
+        first_local = max(0, self.full_pages - self.local_full)
         forced = torch.cat(
-            [page_max[..., : self.sink_pages], page_max[..., self.full_pages - self.local_full :]],
-            -1,
+            [page_max[..., : self.sink_pages], page_max[..., first_local:]], -1
         ).amax(-1)
         gap = (forced[..., None] - page_max).unflatten(1, (self.shapes.num_kv_heads, -1)).amin(2)
         rank = min(max(int(density * gap.numel()), 1), gap.numel())

@@ -94,37 +94,43 @@ def captured_keys(path: Path, device: str, dtype: torch.dtype) -> list[CapturedK
 def check_keys(path: Path, shapes: Mapping[str, int], contexts: Sequence[int]) -> None:
     """ValueError in one line where the keys of the capture at path do not fit the cells."""
     capture = load_capture(path)
-    kv_heads, tokens = extent(capture, "task.keys")
-    layer = next(iter(capture.layers.values()))
-    held = (layer.queries_THD.shape[1], kv_heads, layer.keys_GND.shape[2])
-    for (name, wanted), value in zip(shapes.items(), held, strict=True):
-        if value != wanted:
-            raise ValueError(f"task.keys: {path} has {name} {value}, but task.shapes has {wanted}")
-    if tokens > min(contexts):
-        raise ValueError(
-            f"task.keys: {path} holds {tokens:,} tokens, so task.contexts must be at least that, "
-            f"got {min(contexts):,}"
-        )
+    check_tokens("task.keys", path, capture, contexts)
+    for i, layer in capture.layers.items():
+        (kv_heads, _, head_dim), num_heads = layer.keys_GND.shape, layer.queries_THD.shape[1]
+        for (name, wanted), value in zip(
+            shapes.items(), (num_heads, kv_heads, head_dim), strict=True
+        ):
+            if value != wanted:
+                raise ValueError(
+                    f"task.keys: layer {i} of {path} has {name} {value}, but task.shapes has "
+                    f"{wanted}"
+                )
+        if layer.values_GNE.shape[2] != head_dim:
+            raise ValueError(
+                f"task.keys: layer {i} of {path} has values of {layer.values_GNE.shape[2]} "
+                f"channels, where the parts take as many as the keys have, {head_dim}"
+            )
 
 
 def check_replay(path: Path, num_kv_heads: int, contexts: Sequence[int]) -> None:
     """ValueError in one line where the lists of the capture at path do not fit the cells."""
     capture = load_capture(path)
-    kv_heads, tokens = extent(capture, "task.lists")
-    if kv_heads != num_kv_heads:
-        raise ValueError(
-            f"task.lists: {path} has {kv_heads} KV heads, but task.shapes has {num_kv_heads}"
-        )
+    check_tokens("task.lists", path, capture, contexts)
+    for i, layer in capture.layers.items():
+        if len(layer.keys_GND) != num_kv_heads:
+            raise ValueError(
+                f"task.lists: layer {i} of {path} has {len(layer.keys_GND)} KV heads, but "
+                f"task.shapes has {num_kv_heads}"
+            )
+
+
+def check_tokens(setting: str, path: Path, capture: CapturedKV, contexts: Sequence[int]) -> None:
+    """ValueError for a capture without a layer, or one that a context does not hold."""
+    if not capture.layers:
+        raise ValueError(f"{setting}: {path} has no full-attention layer")
+    tokens = max(layer.keys_GND.shape[1] for layer in capture.layers.values())
     if tokens > min(contexts):
         raise ValueError(
-            f"task.lists: {path} holds {tokens:,} tokens, so task.contexts must be at least that, "
+            f"{setting}: {path} holds {tokens:,} tokens, so task.contexts must be at least that, "
             f"got {min(contexts):,}"
         )
-
-
-def extent(capture: CapturedKV, setting: str) -> tuple[int, int]:
-    """KV heads and tokens of a capture's layers."""
-    if not capture.layers:
-        raise ValueError(f"{setting}: the capture has no full-attention layer")
-    kv_heads, tokens, _ = next(iter(capture.layers.values())).keys_GND.shape
-    return kv_heads, tokens
