@@ -66,7 +66,7 @@ def folders(given: Any) -> list[Any]:
     """--include_path as a list. Raises ValueError for what is no folder."""
     own = [given] if isinstance(given, str | Path) else [*(given or [])]
     for folder in own:
-        if not Path(folder).is_dir():
+        if not os.path.isdir(folder):
             raise ValueError(f"--include_path must be a folder, got {str(folder)!r}")
     return own
 
@@ -117,7 +117,7 @@ def check_pretrained(name: Any) -> None:
     from sparse_eval.fetch import checkpoint_names
 
     names = checkpoint_names()
-    if not isinstance(name, str) or "/" in name or name in names or Path(name).exists():
+    if not isinstance(name, str) or "/" in name or name in names or os.path.exists(name):
         return
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.75)
     if near:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -100,7 +101,7 @@ def model_folder(name: str, *, model_cache: Path | None = None) -> str:
     its checkpoint, fetched and converted if need be. A folder or ORG/NAME is given back as it is.
 
     Raises ValueError for a name that is none of these, Unavailable for what cannot be fetched."""
-    if "/" in name or Path(name).is_dir():
+    if "/" in name or os.path.isdir(name):
         return name
     if name not in checkpoint_names():
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -176,9 +177,9 @@ def file_states(value: Any) -> dict[str, list[int]]:
     if isinstance(value, dict | list):
         inner = value.values() if isinstance(value, dict) else value
         return {name: state for item in inner for name, state in file_states(item).items()}
-    if not isinstance(value, str) or not value or len(value) > 1000 or not Path(value).exists():
+    if not isinstance(value, str) or not value or not os.path.exists(value):
         return {}
-    stat = Path(value).stat()
+    stat = os.stat(value)
     return {value: [stat.st_size, stat.st_mtime_ns]}
 
 

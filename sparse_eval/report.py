@@ -234,7 +234,7 @@ def default_folder(paths: Sequence[str]) -> Path:
             return shared / f"report_{short[0]}_against_{short[1]}"
         digest = hashlib.sha256("\n".join(map(str, places)).encode()).hexdigest()[:6]
         return shared / f"report_{short[0]}_and_{len(places) - 1}_more_{digest}"
-    if not Path(paths[0]).is_dir():
+    if not os.path.isdir(paths[0]):
         raise ValueError(f"PATH must be a folder with a run's rows, got {paths[0]}")
     return Path(paths[0])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import io
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -65,7 +66,7 @@ def write_parquet(rows: Iterable[Row] | pd.DataFrame | Path | str, path: Path | 
 
 def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:
     """summary.json: headline, config, provenance. path: the file, or the run's folder."""
-    path = Path(path) / "summary.json" if Path(path).is_dir() else Path(path)
+    path = Path(path) / "summary.json" if os.path.isdir(path) else Path(path)
     write_atomic(path, (to_json(summary, indent=2) + "\n").encode())
 
 
@@ -99,7 +100,7 @@ def row_sources(places: list[str | Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for place in places:
         # A job's folder may be called 0_budget=[256,512]: names that exist are no patterns.
-        exact = [Path(place)] if Path(place).exists() else []
+        exact = [Path(place)] if os.path.exists(place) else []
         matches = exact or [Path(m) for m in glob.glob(str(place), recursive=True)]
         if not matches:
             raise ValueError(f"nothing at {place}: expected a run folder, a rows file or a glob")

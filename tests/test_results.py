@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 
 from sparse_eval import provenance as provenance_module
+from sparse_eval.parts import file_states
 from sparse_eval.policies.quest import Quest
 from sparse_eval.provenance import measuring_files
 from sparse_eval.results import (
@@ -332,3 +333,10 @@ def test_nothing_to_load_is_one_clear_line(tmp_path):
         load(tmp_path / "missing")
     with pytest.raises(ValueError, match="no rows in"):
         load(tmp_path)
+
+
+def test_a_word_too_long_for_a_files_name_is_none():
+    word = "l" * 300
+    assert file_states([word, {"key": __file__}]).keys() == {__file__}
+    with pytest.raises(ValueError, match="nothing at lll"):
+        load(word)

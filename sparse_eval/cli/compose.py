@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Sequence
 from copy import deepcopy
@@ -43,7 +44,7 @@ class Composer:
     def loader(self) -> ConfigLoaderImpl:
         path = create_config_search_path(CONFIG_MODULE)
         for folder in self.config_dirs:
-            if not Path(folder).is_dir():
+            if not os.path.isdir(folder):
                 raise ValueError(f"--config-dir must be a folder, got {folder!r}")
             where = f"file://{Path(folder).resolve()}"
             path.prepend("command-line", where, SearchPathQuery(None, "schema"))

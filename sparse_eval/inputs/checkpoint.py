@@ -59,10 +59,10 @@ def _converted(cfg: Mapping[str, Any], model_cache: Path, gguf: Callable[[], Pat
 
 def given_folder(cfg: Mapping[str, Any]) -> Path:
     folder = given_path(cfg)
-    if folder.is_file():
+    if os.path.isfile(folder):
         hint = f"; use model=gguf model.path={folder}" if folder.suffix == ".gguf" else ""
         raise ValueError(f"model.path must be a folder, got a file: {folder}{hint}")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ValueError(f"model.path must be a folder, got {folder} (no such folder)")
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -80,14 +80,14 @@ def given_path(cfg: Mapping[str, Any]) -> Path:
     path = cfg.get("path")
     if not isinstance(path, str | Path) or not str(path).strip():
         raise ValueError(f"model={cfg['source']} needs model.path=PATH, got {path!r}")
-    return Path(path).expanduser()
+    return Path(os.path.expanduser(path))
 
 
 def given_gguf(cfg: Mapping[str, Any]) -> Path:
     path = given_path(cfg)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ValueError(f"model.path must be a GGUF file, got a folder: {path}; use model=folder")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"model.path must be a GGUF file, got {path} (no such file)")
     return path
 

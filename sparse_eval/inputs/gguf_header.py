@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class GgufHeader:
 
 def read_header(path: Path) -> GgufHeader:
     """Raises ValueError in one line for what is not a whole GGUF file."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"model.path must be a GGUF file, got {path} (no such file)")
     if path.stat().st_size < 24:
         raise ValueError(f"model.path must be a GGUF file, got {path} (too short)")

@@ -32,7 +32,7 @@ _TOKENIZER_FILES = (
 def check_repo(repo: object) -> str:
     if not isinstance(repo, str) or not _REPO.fullmatch(repo):
         hint = ""
-        if isinstance(repo, str) and Path(repo).expanduser().exists():
+        if isinstance(repo, str) and os.path.exists(os.path.expanduser(repo)):
             hint = f"; for a local checkpoint use model=folder model.path={repo}"
         raise ValueError(f"model.id must be ORG/NAME on the hub, got {repo!r}{hint}")
     return repo

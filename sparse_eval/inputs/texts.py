@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import platform
 import re
 import sqlite3
@@ -69,9 +70,9 @@ def given_file(cfg: Mapping[str, Any]) -> Path:
     path = cfg.get("path")
     if not isinstance(path, str | Path) or not str(path).strip():
         raise ValueError(f"prompts=file needs prompts.path=FILE, got {path!r}")
-    path = Path(path).expanduser()
-    if not path.is_file():
-        reason = "a folder" if path.is_dir() else "no such file"
+    path = Path(os.path.expanduser(path))
+    if not os.path.isfile(path):
+        reason = "a folder" if os.path.isdir(path) else "no such file"
         raise ValueError(f"prompts.path must be a text file, got {path} ({reason})")
     return path
 
@@ -116,7 +117,7 @@ def _rows(cfg: Mapping[str, Any]) -> Any:
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as builders
 
     path = cfg["path"]
-    is_local = path in builders or Path(path).exists()
+    is_local = path in builders or os.path.exists(path)
     if not is_local and not is_offline() and not is_reachable():
         raise Unavailable(
             f"cannot reach the hub for the data set {path}; use prompts=docs, prompts=file "

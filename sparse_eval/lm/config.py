@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +157,6 @@ def folders(value: Any) -> tuple[str, ...]:
         return ()
     given = [value] if isinstance(value, str) else listed("task.include_path", value)
     for folder in given:
-        if not isinstance(folder, str) or not Path(folder).is_dir():
+        if not isinstance(folder, str) or not os.path.isdir(folder):
             raise ValueError(f"task.include_path must be a folder, got {folder!r}")
     return tuple(str(Path(folder).resolve()) for folder in given)

@@ -148,8 +148,8 @@ def of_path(name: str) -> Any | None:
     from lm_eval.tasks._index import TaskIndex
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    path = Path(name).expanduser()
-    if not (name.endswith(".yaml") and path.is_file()):
+    path = Path(os.path.expanduser(name))
+    if not (name.endswith(".yaml") and os.path.isfile(path)):
         return None
     try:
         config = load_yaml(path.resolve(), resolve_func=False)

@@ -6,6 +6,7 @@ too short for the length starts again.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,8 +68,8 @@ def words_of(text: str) -> Words:
     """text: docs, or a file's path. Raises ValueError in one line."""
     if text == "docs":
         return _docs()
-    path = Path(text).expanduser()
-    if not path.is_file():
+    path = Path(os.path.expanduser(text))
+    if not os.path.isfile(path):
         raise ValueError(f"metadata text must be docs or a UTF-8 file's path, got {text!r}")
     return _file(path, path.stat().st_mtime_ns)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from sparse_eval.inputs.hub import is_offline, is_reachable
@@ -47,7 +47,7 @@ def token_count(name: str, is_chat: bool) -> TokenCount:
 
 
 def load_tokenizer(name: str) -> Any:
-    if not Path(name).is_dir() and not is_offline() and not is_reachable():
+    if not os.path.isdir(name) and not is_offline() and not is_reachable():
         raise ValueError(f"tokenizer {name} is no folder, and the hub cannot be reached")
     from transformers import AutoTokenizer
 

@@ -48,7 +48,7 @@ class Journal:
         """Rows of a journal, or of a folder's, without a torn last line.
 
         Raises ValueError for a damaged line before the last."""
-        path = Path(path) / "rows.jsonl" if Path(path).is_dir() else Path(path)
+        path = Path(path) / "rows.jsonl" if os.path.isdir(path) else Path(path)
         *lines, torn = path.read_bytes().split(b"\n")
         rows = []
         for number, line in enumerate(lines, start=1):
