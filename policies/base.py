@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparse_eval.core import AttentionCall
+from sparse_eval.kernels.sparse_decode.api import MAX_TRITON_HEAD_DIM
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,10 @@ class Policy(ABC, Generic[StateT]):
         """Newest pages always read at a budget: local_pages, or more where a policy says so."""
         return self.local_pages
 
+    def check_cache(self, head_dim: int | None, num_tokens: int) -> None:  # noqa: B027
+        """ValueError in one line where select could not work on heads of this many channels (None:
+        not known), or on a cache of this many tokens: asked before a model is loaded."""
+
     def config(self) -> dict[str, Any]:
         """Every field by name: what a row's policy_config records. Infinities are text: JSON has
         none."""
@@ -196,6 +201,13 @@ def check_at_least(name: str, value: Any, least: int) -> None:
 def check_one_of(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
     if not any(value == one and type(value) is type(one) for one in accepted):  # 2.0 is not 2
         raise ValueError(f"{name} must be one of {', '.join(map(str, accepted))}, got {value!r}")
+
+
+def check_triton_heads(head_dim: int | None) -> None:
+    if head_dim is not None and head_dim > MAX_TRITON_HEAD_DIM:
+        raise ValueError(
+            f"select_backend triton takes head dims up to {MAX_TRITON_HEAD_DIM}, got {head_dim}"
+        )
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -22,13 +22,19 @@ from sparse_eval.core import AttentionCall
 from sparse_eval.kernels.ffd import ffd_select
 from sparse_eval.kernels.ffd.api import PSEUDO_MAX
 from sparse_eval.kernels.ffd.reference import refined_keys
-from sparse_eval.kernels.thumbnail import Residual, pack_residual
+from sparse_eval.kernels.thumbnail import (
+    MAX_TRITON_PAGE_SIZE,
+    Residual,
+    can_use_triton,
+    pack_residual,
+)
 from sparse_eval.kernels.thumbnail.format import unit_of
 from sparse_eval.policies.base import (
     Policy,
     Selection,
     check_number,
     check_one_of,
+    check_triton_heads,
     current_page_B,
     forced_BP,
     full_BP,
@@ -80,11 +86,21 @@ class FFD(Policy[ThumbnailState]):
         check_one_of("select_backend", self.select_backend, ("torch", "triton"))
         if self.select_backend == "triton" and self.max_tokens is not None:
             raise ValueError(f"select_backend triton has no cap, got max_tokens={self.max_tokens}")
+        if self.select_backend == "triton" and not can_use_triton(self.page_size):
+            raise ValueError(
+                "select_backend triton takes page sizes that are powers of two up to "
+                f"{MAX_TRITON_PAGE_SIZE}, got page_size={self.page_size}"
+            )
         self.thumbnails  # noqa: B018  (bits and scales are checked there)
 
     @property
     def thumbnails(self) -> ThumbnailScore:
         return ThumbnailScore(bits=self.bits, scales=self.scales)
+
+    def check_cache(self, head_dim: int | None, num_tokens: int) -> None:
+        self.thumbnails.check_heads(head_dim)
+        if self.select_backend == "triton":
+            check_triton_heads(head_dim)
 
     def init(
         self, call: AttentionCall, prompt_queries_BWHD: Tensor | None = None

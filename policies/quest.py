@@ -14,7 +14,12 @@ from torch import Tensor
 
 from sparse_eval.core import AttentionCall
 from sparse_eval.kernels.quest_select import can_select, quest_select, update_metadata
-from sparse_eval.policies.base import Selection, check_one_of, num_pages_of
+from sparse_eval.policies.base import (
+    Selection,
+    check_one_of,
+    check_triton_heads,
+    num_pages_of,
+)
 from sparse_eval.policies.metadata import ChannelState, query_page_products
 from sparse_eval.policies.page_score import ChannelScorePolicy
 
@@ -48,6 +53,17 @@ class Quest(ChannelScorePolicy):
         check_one_of("select_backend", self.select_backend, SELECT_BACKENDS)
         if self.select_backend == "triton" and not can_select(self.group, 1):
             raise ValueError(f"select_backend triton takes group max or sum, got {self.group!r}")
+
+    def check_cache(self, head_dim: int | None, num_tokens: int) -> None:
+        num_pages = num_pages_of(num_tokens, self.page_size)
+        if self.select_backend != "triton":
+            return
+        check_triton_heads(head_dim)
+        if not can_select(self.group, num_pages):
+            raise ValueError(
+                "select_backend triton takes fewer than 32,768 pages, got "
+                f"{num_pages:,} of page_size={self.page_size}"
+            )
 
     def backend(self, call: AttentionCall, state: ChannelState) -> str:
         """The backend that select_backend means for this call."""

@@ -29,6 +29,9 @@ class Score(ABC, Generic[StateT]):
     gives: ClassVar[tuple[str, ...]] = QUANTITIES
     realisable: ClassVar[bool] = True
 
+    def check_heads(self, head_dim: int | None) -> None:  # noqa: B027
+        """ValueError in one line for heads that cannot be scored; None: not known."""
+
     @abstractmethod
     def init(self, call: AttentionCall, page_size: int) -> StateT:
         """State for the cache as it stands."""
@@ -68,10 +71,17 @@ def score_of(given: Any, kinds: Mapping[str, type[Score]]) -> Score:
         raise ValueError(f"score must be one of {accepted}, got {name!r}")
     kind = kinds[name]
     own = {key: value for key, value in config.items() if key != "name"}
-    known = [f.name for f in fields(kind)]
+    known = fields_of(kind)
     for key in own:
         if key not in known:
+            others = ", ".join(one.name for one in kinds.values() if key in fields_of(one))
+            whose = f" ({others} has one)" if others else ""
             raise ValueError(
-                f"score {kind.name} has no field {key!r}; accepted: {', '.join(known) or 'none'}"
+                f"score {kind.name} has no field {key!r}{whose}; accepted: "
+                f"{', '.join(known) or 'none'}"
             )
     return kind(**own)
+
+
+def fields_of(kind: type[Score]) -> list[str]:
+    return [field.name for field in fields(kind)]

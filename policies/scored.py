@@ -70,6 +70,9 @@ class ScoredPolicy(Policy[State]):
     def forced_pages(self) -> int:
         return super().forced_pages if self.realisable else 1
 
+    def check_cache(self, head_dim: int | None, num_tokens: int) -> None:
+        self.score.check_heads(head_dim)
+
     def config(self) -> dict[str, Any]:
         return super().config() | {"score": self.score.config()}
 
@@ -97,7 +100,7 @@ class TopK(ScoredPolicy):
 
     rank: what pages are ranked by, max or log_mass. group: how a GQA group shares its pages
     (page_score.py). local_share: the share of the budget that local pages take, the score has the
-    rest; 0: local_pages as they are, 1: a sliding window."""
+    rest; 0: local_pages as they are (an unrealisable score takes no other), 1: a sliding window."""
 
     rank: str = "max"
     group: str = "max"
@@ -108,6 +111,11 @@ class TopK(ScoredPolicy):
         check_one_of("group", self.group, GROUP_RULES)
         check_number("local_share", self.local_share, 0, 1)
         super().__post_init__()
+        if self.local_share and not self.realisable:
+            raise ValueError(
+                f"local_share must be 0 with score {self.score.name}, which forces the current "
+                f"page alone, as the oracle does, got {self.local_share}"
+            )
 
     @property
     def needs(self) -> str:

@@ -50,6 +50,14 @@ class ThumbnailScore(Score[ThumbnailState]):
         check_one_of("bits", self.bits, BITS)
         check_one_of("scales", self.scales, RULES)
 
+    def check_heads(self, head_dim: int | None) -> None:
+        per_byte = 8 // self.bits
+        if head_dim is not None and head_dim % per_byte:
+            raise ValueError(
+                f"thumbnails of {self.bits} bits take head dims that are a multiple of {per_byte}, "
+                f"got {head_dim}"
+            )
+
     def init(self, call: AttentionCall, page_size: int) -> ThumbnailState:
         return build_metadata(ThumbnailState, call, page_size, self.pack)
 

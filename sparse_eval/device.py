@@ -43,12 +43,17 @@ def resolve_backend(backend: str, device: str) -> str:
         return "torch" if device == "cpu" else "triton"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be auto, {', '.join(BACKENDS)}, got {backend!r}")
+    check_runs("backend", backend, device)
+    return backend
+
+
+def check_runs(name: str, backend: str, device: str) -> None:
+    """ValueError for triton on a CPU without its interpreter. name: the setting that asks."""
     if backend == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            "backend=triton needs a GPU, got device=cpu; use backend=torch, or set "
+            f"{name}=triton needs a GPU, got device=cpu; use {name}=torch, or set "
             "TRITON_INTERPRET=1 to run the kernel in Triton's interpreter (slow)"
         )
-    return backend
 
 
 def describe_device(device: str) -> str:

@@ -21,7 +21,7 @@ from sparse_eval.policies.base import Policy
 from sparse_eval.policies.ffd import FFD
 from sparse_eval.policies.full import Full
 from sparse_eval.policies.quest import Quest
-from sparse_eval.policies.scored import TopDelta, TopK, TopP
+from sparse_eval.policies.scored import SCORES, TopDelta, TopK, TopP
 from sparse_eval.prefill import decode_step, prefill
 from sparse_eval.reporting.show_recall import print_results
 from sparse_eval.results import CellStore
@@ -268,6 +268,44 @@ def test_live_tasks_take_adaptive_policies(tmp_path):
 def test_labels_name_nested_fields_and_an_experiments_policy(tmp_path, words, label):
     s = resolve(Composer(), [*words, "model=tiny_llama", "context=400", f"cache_dir={tmp_path}"])
     assert s.policies[0].label == label
+
+
+PAIRED = ("quest_topdelta", "quest_topp", "thumbnail_topk", "thumbnail_topp", "hybrid")
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("policy", PAIRED)
+def test_any_pair_with_a_meaning_is_named_on_the_command_line(tmp_path, capture, policy, score):
+    without = {
+        "mean_std": ("quest_topp", "thumbnail_topp"),  # gives no mass
+        "exact": ("hybrid",),  # forces no share
+    }
+    if policy in without.get(score, ()):
+        with pytest.raises(ValueError, match="needs a log_mass|local_share must be 0"):
+            settings(tmp_path, f"policy={policy}", f"policy.score.name={score}")
+        return
+    both = (f"policy={policy}", f"compare=['{policy}:score.name={score}']", "budget=64")
+    s = settings(tmp_path, *both, f"policy.score.name={score}")
+    named, compared = s.policies[0], s.policies[-1]
+    assert named.policy == compared.policy
+    assert named.policy.score.config() == SCORES[score]().config()
+    call = capture.replay_call(0)
+    budget = None if named.policy.adaptive else 64
+    selection = named.policy.select(call, named.policy.init(call), budget)
+    assert (selection.counts_BS >= 1).all()
+
+
+def test_a_score_named_anew_takes_what_is_said_of_it(tmp_path):
+    named = ("policy=quest_topdelta", "policy.score.name=mean", "compare=[]")
+    s = settings(tmp_path, *named, "policy.score.metadata_dtype=float32")
+    assert s.policies[0].policy.score.config() == {"name": "mean", "metadata_dtype": "float32"}
+    with pytest.raises(ValueError, match="score thumbnail has no field 'metadata_dtype'"):
+        words = ("policy.score.name=thumbnail", "policy.score.metadata_dtype=auto")
+        settings(tmp_path, "policy=quest_topdelta", *words)
+    config = "policy.config={score: {name: thumbnail, bits: 4}, delta: 4}"
+    target = "policy.target=sparse_eval.policies.scored.TopDelta"
+    s = settings(tmp_path, "policy=external", target, config, "compare=[]")
+    assert s.policies[0].policy.score.bits == 4
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ from sparse_eval.one_line import first_line
 TINY = ["model=tiny_llama", "context=200", "budget=64", "prompts.n=2"]
 NEEDLE = ["task=needle", "context=400"]
 FILE = ["prompts=file", "prompts.path=FILE"]
+LONG = "l" * 260
+TRITON = "policy.select_backend=triton"
+HEADS = ["model.num_heads=4", "model.config.hidden_size=72"]
 
 CASES = [
     (["task=needle", "task.gate=5"], "task.gate must be a mapping {name: value}, got 5"),
@@ -27,6 +30,23 @@ CASES = [
     ([*FILE, *NEEDLE, "latin"], "prompts.path must be UTF-8 text"),
     ([*FILE, "short"], "the text is too short: file: text.txt"),
     ([*FILE, *NEEDLE, "short"], "the text is too short: file: text.txt"),
+    (["prompts=file", f"prompts.path={LONG}"], "prompts.path must be a text file, got lll"),
+    (
+        ["prompts=file", "prompts.path='~no-such-user/text'"],
+        "prompts.path must be a text file, got ~no-s",
+    ),
+    (["model=folder", f"model.path={LONG}"], "model.path must be a folder, got lll"),
+    (
+        ["model=folder", "model.path='~no-such-user/model'"],
+        "model.path must be a folder, got ~no-such-user",
+    ),
+    ([f"cache_dir={LONG}"], "cache_dir must be a folder, got lll"),
+    (["cache_dir=FILE"], "text.txt (a file)"),
+    (["model_cache=FILE/below"], "text.txt/below (Not a directory)"),
+    (["model=gguf", f"model.path={LONG}"], "model.path must be a GGUF file, got lll"),
+    (["model=hub", f"model.id={LONG}"], "model.id must be ORG/NAME on the hub"),
+    (["task=lm_eval", f"task.include_path={LONG}"], "task.include_path must be a folder"),
+    (["policy=ffd", *HEADS, "model.head_dim=18"], "ffd: thumbnails of 2 bits take head dims"),
 ]
 
 
@@ -40,6 +60,34 @@ def test_inputs_that_cannot_do_are_told_before_anything_runs(tmp_path, words, li
         check([*(word for word in TINY if word.split("=")[0] not in keys), *words])
     assert line in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).count("se_multikey") <= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["policy=ffd", TRITON], "policy.select_backend=triton needs a GPU, got device=cpu"),
+        (["policy=quest", TRITON], "policy.select_backend=triton needs a GPU, got device=cpu"),
+        (["policy=ffd", TRITON, "page_size=24", "budget=96"], "powers of two up to 512, got page"),
+        (
+            ["policy=window", "compare=['quest:select_backend=triton']"],
+            "compare, quest:select_backend=triton: select_backend=triton needs a GPU",
+        ),
+    ],
+)
+def test_a_selection_in_triton_that_cannot_run_here(monkeypatch, capsys, words, line):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for more in ([], ["plan=true"]):
+        monkeypatch.setattr("sys.argv", ["x", *TINY[:2], "budget=64", "device=cpu", *words, *more])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        assert end.value.code == 2 and said.err.count("\n") == 1 and line in said.err
+
+
+def test_a_selection_in_triton_has_room_for_so_many_pages():
+    words = ["model=tiny_llama", "model.max_context=50000", "page_size=1", "budget=64", TRITON]
+    with pytest.raises(ValueError, match="quest.* fewer than 32,768 pages, got 40,0"):
+        check([*words, "policy=quest", "compare=[]", "backend=torch", "context=40000"])
 
 
 def test_a_plan_of_nothing_that_can_run_ends_with_2(capsys):

@@ -415,11 +415,17 @@ def test_residuals_grow_with_the_text():
         (lambda: TopK(score=3), "score must be one of .*, got 3"),
         (
             lambda: TopK(score={"name": "bound", "bits": 2}),
-            "score bound has no field 'bits'; accepted: metadata_dtype",
+            r"score bound has no field 'bits' \(thumbnail has one\); accepted: metadata_dtype",
         ),
         (lambda: TopK(score={"name": "thumbnail", "bits": 3}), "bits must be one of 2, 4, got 3"),
         (lambda: TopK(score={"name": "mean", "metadata_dtype": 1}), "score.metadata_dtype must be"),
         (lambda: TopK(local_share=1.5), "local_share must be a number from 0 to 1, got 1.5"),
+        (lambda: TopK(score="exact", local_share=0.5), "local_share must be 0 with score exact"),
+        (
+            lambda: TopK(score={"name": "thumbnail", "metadata_dtype": "float32"}),
+            r"no field 'metadata_dtype' \(bound, mean, mean_std has one\); accepted: bits, scales",
+        ),
+        (lambda: FFD(select_backend="triton", page_size=24), "powers of two up to 512, got page"),
         (lambda: TopK(rank="mean"), "rank must be one of max, log_mass, got 'mean'"),
         (lambda: TopDelta(delta=-1), "delta must be a number >= 0, got -1"),
         (lambda: TopDelta(delta=math.nan), "delta must be a number >= 0, got nan"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from sparse_eval.check import policy_class
 from sparse_eval.cli import config
 from sparse_eval.cli.compose import Composer, quoted
 from sparse_eval.cli.config import NamedPolicy, Settings
-from sparse_eval.device import resolve_backend, resolve_device, resolve_dtype
+from sparse_eval.device import check_runs, resolve_backend, resolve_device, resolve_dtype
 from sparse_eval.inputs.store import user_cache
 from sparse_eval.latency.checks import check_latency
 from sparse_eval.lm.config import lm_config
@@ -40,11 +41,15 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     device = resolve_device(config.text(cfg, "device"))
     dtype = str(resolve_dtype(config.text(cfg, "dtype"), device)).removeprefix("torch.")
     policies = policies_of(composer, overrides, cfg)
+    check_selects(policies, device)
     if cfg["task"]["name"] == "latency":
         check_latency(cfg["task"], model, policies[0].policy, device)
     for tokens, steps in prompt_lengths(cfg, context):
         config.check_context(tokens, model.max_context, steps, model.name)
         config.token_budgets(asked, tokens, policies)
+        for named in policies:
+            with naming(named.label):
+                named.policy.check_cache(model.head_dim, tokens + steps)
     return Settings(
         task=cfg["task"],
         model=cfg["model"],
@@ -62,13 +67,28 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
         dtype=dtype,
         seed=config.integer(cfg, "seed", 0),
         name=config.text(cfg, "name"),
-        cache_dir=Path(config.text(cfg, "cache_dir")).expanduser(),
-        model_cache=Path(cfg["model_cache"] or user_cache()).expanduser(),
+        cache_dir=folder("cache_dir", config.text(cfg, "cache_dir")),
+        model_cache=folder("model_cache", cfg["model_cache"] or user_cache()),
         cache_prefill=config.flag(cfg, "cache_prefill"),
         verbose=config.integer(cfg, "verbose", 0),
         cache_gb=config.gigabytes(cfg, "cache_gb"),
         retry_failed=config.flag(cfg, "retry_failed"),
     )
+
+
+def folder(key: str, given: str | Path) -> Path:
+    """A folder that is there or can be made, as far as its name tells."""
+    path = os.path.expanduser(given)
+    reason = "" if os.path.isdir(path) else "a file"
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        reason = ""
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        raise ValueError(f"{key} must be a folder, got {path} ({reason})")
+    return Path(path)
 
 
 def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]]:
@@ -108,18 +128,47 @@ def policies_of(
     others = [word for word in overrides if not re.match(r"\+*policy[.=]", word)]
     has_fields = main_name != "external" and any(re.match(r"\+*policy\.", w) for w in overrides)
     plain = composer.compose([*others, f"policy={quoted(main_name)}"]) if has_fields else cfg
-    main = build_policy(main_name, cfg["policy"], cfg)
+    main = build_policy(main_name, renamed(cfg["policy"], plain["policy"], overrides), cfg)
     named = [NamedPolicy(label(main_name, cfg["policy"], plain["policy"]), main)]
     for word in config.compared(cfg["compare"]):
         name, *fields = word.split(":")
         composer.check_option("policy", name, key="compare")
         with naming(f"compare, {word}" if fields else ""):
-            chosen = composer.compose(
-                [*others, f"policy={quoted(name)}", *(f"policy.{f}" for f in fields)]
-            )
-            policy = build_policy(name, chosen["policy"], chosen)
+            usual = [*others, f"policy={quoted(name)}"]
+            words = [f"policy.{field}" for field in fields]
+            chosen = composer.compose([*usual, *words])
+            own = renamed(chosen["policy"], composer.compose(usual)["policy"], words)
+            policy = build_policy(name, own, chosen)
         named.append(NamedPolicy(word, policy))
     return tuple({n.label: n for n in named}.values())
+
+
+def renamed(given: Any, usual: Any, words: Sequence[str]) -> Any:
+    """A policy's fields; those of a nested part, such as a score, that words name anew are what
+    words give: what its yaml says is of the part named there."""
+    if not isinstance(given, Mapping) or not isinstance(usual, Mapping):
+        return given
+    said = {word.partition("=")[0].strip() for word in words}
+    own = dict(given)
+    for key, part in given.items():
+        before = usual.get(key)
+        is_part = isinstance(part, Mapping) and isinstance(before, Mapping)
+        if is_part and part.get("name") != before.get("name"):
+            own[key] = {
+                name: value
+                for name, value in part.items()
+                if name == "name" or value != before.get(name) or f"policy.{key}.{name}" in said
+            }
+    return own
+
+
+def check_selects(policies: Sequence[NamedPolicy], device: str) -> None:
+    """ValueError for a policy whose selection asks for a backend that does not run here."""
+    for i, named in enumerate(policies):
+        backend = getattr(named.policy, "select_backend", None)
+        if isinstance(backend, str):
+            with naming(f"compare, {named.label}" if i else ""):
+                check_runs("select_backend" if i else "policy.select_backend", backend, device)
 
 
 @contextmanager
