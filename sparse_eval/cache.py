@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--clear", nargs="+", choices=KINDS, metavar="KIND", help=f"remove: {', '.join(KINDS)}"
     )
     options = parser.parse_args(arguments)
-    if not options.folder.is_dir():
+    if not os.path.isdir(options.folder):
         print(f"error: no cache folder at {options.folder}", file=sys.stderr)
         return 2
     if options.prune is not None and not options.prune >= 0:

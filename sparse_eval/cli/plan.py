@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def recall_cost(task: Recall, store: CellStore, machine: Machine) -> Cost:
     cached = captured = 0
     for prompt in prompts or []:
         cached += sum(store.has(task.key(prompt, *cell)) for cell in cells)
-        captured += task.capture_path(prompt).is_file()
+        captured += os.path.isfile(task.capture_path(prompt))
     n = settings.prompts["n"]
     info = model_info(settings.model)
     prefills = n - captured

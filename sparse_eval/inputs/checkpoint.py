@@ -47,7 +47,7 @@ def local_checkpoint(cfg: Mapping[str, Any], model_cache: Path) -> Path | None:
         case "folder":
             return given_folder(cfg)
     folder = converted_folder(cfg, model_cache)
-    return folder if folder.is_dir() else None
+    return folder if os.path.isdir(folder) else None
 
 
 def _converted(cfg: Mapping[str, Any], model_cache: Path, gguf: Callable[[], Path]) -> Path:

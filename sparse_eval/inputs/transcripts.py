@@ -82,7 +82,7 @@ def transcripts(
     }
     key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     path = None if cache_dir is None else cache_dir / "transcripts" / f"{key}.json"
-    if path is not None and path.exists():
+    if path is not None and os.path.exists(path):
         return [Transcript(**kept) for kept in json.loads(path.read_text())]
     questions = _questions(cfg, seed)
     rows = [_Row(loaded.tokenizer, _ends(loaded), questions, seed, i) for i in range(cfg["n"])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -34,12 +35,14 @@ class CellStore:
     def get(self, key: str) -> list[Row] | None:
         """The cell's rows, or None: not there, or damaged and now discarded (with a warning)."""
         path = self._path(key)
+        if not os.path.isfile(path):  # nor where the folder's name is no folder's
+            return None
         try:
             digest, body = path.read_bytes().split(b"\n", 1)
             if hashlib.sha256(body).hexdigest().encode() != digest:
                 raise ValueError("its checksum does not match")
             return [row_of(line) for line in body.splitlines()]
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return None
         except (ValueError, OSError) as error:
             warnings.warn(f"damaged cell {path} discarded: {error}", stacklevel=2)
@@ -48,7 +51,7 @@ class CellStore:
             return None
 
     def has(self, key: str) -> bool:
-        return self._path(key).is_file()
+        return os.path.isfile(self._path(key))
 
     def put(self, key: str, rows: Iterable[Row]) -> None:
         """Stores a finished cell; the last of two writers wins, and both wrote the same."""

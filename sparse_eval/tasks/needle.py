@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -112,7 +113,7 @@ class Needle(LiveTask):
         return Work(prefills, steps, fewest, cells, known)
 
     def _num_known(self, spot: Spot, arms: list[Arm], store: CellStore) -> int:
-        if self.here is None or not store.folder.is_dir():
+        if self.here is None or not os.path.isdir(store.folder):
             return 0
         measurement = self._measurement(spot)
         return sum(store.has(measurement.key(arm)) for arm in arms)

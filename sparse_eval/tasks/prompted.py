@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,7 @@ class PromptedTask:
 
         s, model = self.settings, self.loaded.model
         path = s.cache_dir / "prefills" / f"{key}.safetensors"
-        if s.cache_prefill and path.is_file():
+        if s.cache_prefill and os.path.isfile(path):
             try:
                 return load_prefill(path, model, ids)
             except ValueError as error:

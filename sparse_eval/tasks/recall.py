@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,7 +64,7 @@ class Recall(PromptedTask):
         return shared_capture(key, self.settings.device, make)
 
     def _from_disk(self, path: Path) -> CapturedKV | None:
-        if not path.is_file():
+        if not os.path.isfile(path):
             return None
         try:
             captured = load_capture(path, self.settings.device)
