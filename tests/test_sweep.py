@@ -85,6 +85,14 @@ def packed(*words: str) -> list[str]:
     return pack(Composer(), [*TINY[:2], *words])[2:]
 
 
+def test_jobs_of_latency_are_not_packed():
+    words = ["task=latency", "budget=64,128"]
+    assert packed(*words) == words
+    assert packed("task=recall,latency", "budget=64,128") == ["task=recall,latency", words[1]]
+    with pytest.raises(ValueError, match=r"takes one budget, got \[64,128\]; for several: -m bud"):
+        resolve(Composer(), ["task=latency", "budget=[64,128]"])
+
+
 def test_policies_and_budgets_become_one_job():
     assert packed("policy=quest,window,random", "budget=64,96", "compare=[oracle]") == [
         "policy=quest",
@@ -278,9 +286,10 @@ def test_a_damaged_cell_is_measured_again(go, tmp_path):
     pd.testing.assert_frame_equal(first, again)
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_measured(go, tmp_path, capsys):
+@pytest.mark.parametrize("cache", ["file/cache", "l" * 300])
+def test_a_cache_that_cannot_be_written_costs_nothing_measured(go, tmp_path, capsys, cache):
     (tmp_path / "file").write_text("not a folder")
-    assert go(*CHEAP, "budget=[64,96]", "cache_dir=file/cache", "prompts.n=2") == 0
+    assert go(*CHEAP, "budget=[64,96]", f"cache_dir={cache}", "prompts.n=2") == 0
     told = capsys.readouterr().out
     assert told.count("cells are not kept") == 1 and told.count("capture not kept") == 1
     assert len(load(folders(tmp_path)[0])) == 2 * 2 * 3 * 2

@@ -187,6 +187,16 @@ def budgets(value: Any) -> tuple[Budget, ...]:
     return tuple(parse_budget(v) for v in values)
 
 
+def one_budget(asked: Sequence[Budget]) -> None:
+    """ValueError where task=latency is given several budgets: it times the steps of one."""
+    given = dict.fromkeys(asked)
+    if len(given) > 1:
+        words = ",".join(map(str, given))
+        raise ValueError(
+            f"task=latency takes one budget, got [{words}]; for several: -m budget={words}"
+        )
+
+
 def layer_indices(value: Any, num_layers: int | None) -> tuple[int, ...]:
     """dense_layers: a list of distinct indices below num_layers."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)

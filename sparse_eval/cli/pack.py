@@ -28,6 +28,9 @@ def pack(composer: Composer, overrides: Sequence[str]) -> list[str]:
     wanted = packed_keys(config)
     if "sweep.pack" in swept:
         raise ValueError(f"{swept['sweep.pack'].input_line}: how jobs are packed cannot be swept")
+    tasks = values_of(swept["task"]) if "task" in swept else [config["task"]["name"]]
+    if "latency" in tasks:
+        return list(overrides)  # times one policy at one budget
     words = list(overrides)
     if "budget" in wanted and "budget" in swept:
         words = replaced(words, "budget", f"budget=[{','.join(budgets_of(swept['budget']))}]")

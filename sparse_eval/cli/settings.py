@@ -43,6 +43,7 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     policies = policies_of(composer, overrides, cfg)
     check_selects(policies, device)
     if cfg["task"]["name"] == "latency":
+        config.one_budget(asked)
         check_latency(cfg["task"], model, policies[0].policy, device)
     for tokens, steps in prompt_lengths(cfg, context):
         config.check_context(tokens, model.max_context, steps, model.name)
@@ -67,28 +68,13 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
         dtype=dtype,
         seed=config.integer(cfg, "seed", 0),
         name=config.text(cfg, "name"),
-        cache_dir=folder("cache_dir", config.text(cfg, "cache_dir")),
-        model_cache=folder("model_cache", cfg["model_cache"] or user_cache()),
+        cache_dir=Path(os.path.expanduser(config.text(cfg, "cache_dir"))),
+        model_cache=Path(os.path.expanduser(cfg["model_cache"] or user_cache())),
         cache_prefill=config.flag(cfg, "cache_prefill"),
         verbose=config.integer(cfg, "verbose", 0),
         cache_gb=config.gigabytes(cfg, "cache_gb"),
         retry_failed=config.flag(cfg, "retry_failed"),
     )
-
-
-def folder(key: str, given: str | Path) -> Path:
-    """A folder that is there or can be made, as far as its name tells."""
-    path = os.path.expanduser(given)
-    reason = "" if os.path.isdir(path) else "a file"
-    try:
-        os.stat(path)
-    except FileNotFoundError:
-        reason = ""
-    except OSError as error:
-        reason = str(error.strerror)
-    if reason:
-        raise ValueError(f"{key} must be a folder, got {path} ({reason})")
-    return Path(path)
 
 
 def prompt_lengths(cfg: Mapping[str, Any], context: int) -> list[tuple[int, int]]:
@@ -152,8 +138,9 @@ def renamed(given: Any, usual: Any, words: Sequence[str]) -> Any:
     own = dict(given)
     for key, part in given.items():
         before = usual.get(key)
-        is_part = isinstance(part, Mapping) and isinstance(before, Mapping)
-        if is_part and part.get("name") != before.get("name"):
+        if not isinstance(part, Mapping) or not isinstance(before, Mapping):
+            continue
+        if part.get("name") != before.get("name"):
             own[key] = {
                 name: value
                 for name, value in part.items()
