@@ -41,6 +41,7 @@ from sparse_eval.provenance import provenance
 from sparse_eval.results import write_parquet, write_summary
 from sparse_eval.storage.cells import CellStore
 from sparse_eval.storage.journal import Journal
+from sparse_eval.terminal import labelled
 from sparse_eval.tracking.tracker import Tracker, make_tracker, track_sweep
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def run(
         config=config_record(settings),
         folder=folder,
         task=settings.task["name"],
-        say=progress.console.print,
+        say=progress.say,
         cache_dir=settings.cache_dir,
     )
     failed = True
@@ -193,20 +194,21 @@ def present(folder: Path, progress: Progress, tracker: Tracker) -> None:
     with progress.stage("pictures and report"):
         page = write_report(folder)
     tracker.log_plots([*sorted((folder / "plots").glob("*.png")), page])
-    progress.console.print(f"\npictures  {folder / 'plots'}\nreport    {page}")
+    progress.say(f"\npictures  {folder / 'plots'}\nreport    {page}")
 
 
 def announce(settings: Settings, progress: Progress) -> None:
     """What runs, on what, and what it will cost, before anything slow starts."""
     device = f"{settings.device} ({describe_device(settings.device)})"
+    progress.console.print(model_info(settings.model).title, style="bold")
     lines = [
-        f"[bold]{model_info(settings.model).title}[/bold]",
         f"device    {device}, {describe_dtype(settings.dtype, settings.device)}, "
         f"{settings.backend} backend",
         *KITS[settings.task["name"]].show.announce(settings),
-        *notes_on_budgets(settings),
     ]
     progress.console.print("\n".join(lines))
+    for note in notes_on_budgets(settings):
+        progress.console.print(labelled("note:", note))
 
 
 def notes_on_budgets(settings: Settings) -> list[str]:
@@ -217,7 +219,7 @@ def notes_on_budgets(settings: Settings) -> list[str]:
     longest, steps = longest_prompt(settings)
     read = f"{longest} tokens" + (f" and its {steps} decode steps" if steps else "")
     return [
-        f"[yellow]note:[/yellow] budget={asked} covers the context of {read}: every "
+        f"budget={asked} covers the context of {read}: every "
         "policy that has a budget reads everything there, as policy=full does"
         for asked in settings.budgets_asked
         if resolve_budget(asked, longest) >= longest + steps
@@ -341,7 +343,7 @@ def end_sweep(words: list[str]) -> bool:
         return False
     tell(result, progress)
     if result.page is not None:
-        track_sweep(result.folder, result.page, words, progress.console.print)
+        track_sweep(result.folder, result.page, words, progress.say)
     return not result.failures
 
 
@@ -356,4 +358,4 @@ def tell(result: SweepResult, progress: Progress) -> None:
         where = result.folder / "failures.json"
         print(f"          tracebacks in {where}", file=sys.stderr)
     if result.page is not None:
-        progress.console.print(f"pictures  {result.folder / 'plots'}\nreport    {result.page}")
+        progress.say(f"pictures  {result.folder / 'plots'}\nreport    {result.page}")

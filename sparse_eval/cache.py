@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from sparse_eval.inputs.store import locked
+from sparse_eval.terminal import make_console
 
 KINDS = {
     "captures": "K, V and decode queries of a prompt; made again by one prefill",
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    console = Console(highlight=False)
+    console = make_console(110)
     if options.prune is not None or options.clear:
         size = sum(entry.size for entry in removed) / 1e6
         console.print(f"removed {len(removed):,} files, {size:,.1f} MB")

@@ -13,11 +13,12 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from sparse_eval.report import jobs_of, make_console
+from sparse_eval.report import REPORT_WIDTH, jobs_of
 from sparse_eval.reporting.frontiers import AXES, equal_shares, points, ranking_sentence
 from sparse_eval.reporting.summarise import split_settings
 from sparse_eval.results import load
 from sparse_eval.storage.files import write_atomic
+from sparse_eval.terminal import make_console
 
 AT = "0.05,0.1,0.2,0.3"
 
@@ -38,11 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         shares = shares_of(options.at)
         rows = load([job for place in options.paths for job in jobs_of(Path(place))])
-        console, tables = make_console(), []
+        console, tables = make_console(REPORT_WIDTH), []
         for name, part in split_settings(rows).items():
             table = equal_shares(part, shares, options.against)
             show(with_ends(table, part), name, console, options.against)
-            console.print(ranking_sentence(part), markup=False)
+            console.print(ranking_sentence(part))
             tables.append(table.assign(setting=name))
         if options.csv is not None:
             write_atomic(options.csv, pd.concat(tables).to_csv(index=False).encode())

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
 
 from sparse_eval.reporting.compare import (
     Comparison,
@@ -45,10 +44,12 @@ from sparse_eval.reporting.summarise_lm_eval import split_lm_eval
 from sparse_eval.reporting.summarise_needle import split_needle
 from sparse_eval.results import load, row_sources, write_parquet
 from sparse_eval.storage.files import write_atomic
+from sparse_eval.terminal import make_console
 
 LIVE_TASKS = {"needle", "fidelity", "lm_eval", "latency"}
 VECTOR = ("pdf", "svg")
 FORMATS = ("html", *VECTOR, "latex", "csv")
+REPORT_WIDTH = 200
 PROVENANCE = '\n<section id="provenance">'
 
 
@@ -194,18 +195,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = options.out or default_folder(options.paths)
         comparison = compared(options.paths) if len(options.paths) == 2 else None
         if comparison is not None:
-            print_comparison(comparison, make_console())
+            print_comparison(comparison, make_console(REPORT_WIDTH))
         print(report_of(options.paths, folder, formats, comparison))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def make_console() -> Console:
-    """The terminal; a pipe gets lines as long as they are."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=200)
 
 
 def formats_of(text: str) -> list[str]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from pathlib import Path
 
-import pytest
-
 from sparse_eval.cache import entries, main, make_room, making, touch
-from sparse_eval.cli.progress import Level, Progress
 from sparse_eval.storage import keep
 
 
@@ -101,28 +97,3 @@ def test_a_process_keeps_no_more_captures_than_its_share(capture, monkeypatch):
     keep.shared_capture("b", "cpu", make)
     assert len(made) == 4
     keep.forget_captures()
-
-
-@pytest.mark.parametrize(("level", "bars"), [(None, 1), (Level(1, 3, "seed=1"), 2)])
-def test_a_terminal_shows_a_bar_for_each_level(monkeypatch, level, bars):
-    from rich.console import Console
-
-    progress = Progress(console=Console(force_terminal=True, file=io.StringIO()), level=level)
-    with progress.bar("cells", 4) as tick:
-        tick(1)
-        assert progress._live and len(progress._live.tasks) == bars
-
-
-def test_a_pipe_gets_lines_and_no_bars(capsys):
-    progress = Progress(level=Level(0, 2, "seed=0"))
-    with progress.bar("measuring", 4, unit="cells") as tick:
-        tick(4)
-    told = capsys.readouterr().out
-    assert "job 1 of 2  seed=0" in told and "measuring: 4 cells in" in told and "\x1b" not in told
-
-
-def test_workers_of_a_launcher_draw_no_bars():
-    from rich.console import Console
-
-    console = Console(force_terminal=True, file=io.StringIO())
-    assert not Progress(console=console, level=Level(1, 0, "seed=1")).draws

@@ -159,7 +159,7 @@ def test_variants_of_a_threshold_are_points_of_one_line():
 
 
 def test_the_command_prints_both_axes_and_the_sentence(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "make_console", lambda: Console(width=150))
+    monkeypatch.setattr(command, "make_console", lambda _: Console(width=150))
     write_parquet(BOTH, tmp_path / "rows.parquet")
     table = tmp_path / "table.csv"
     words = [str(tmp_path), "--against", "cheap", "--at", "0.125,0.5", "--csv", str(table)]
@@ -171,7 +171,7 @@ def test_the_command_prints_both_axes_and_the_sentence(tmp_path, capsys, monkeyp
 
 
 def test_what_was_not_measured_says_why(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "make_console", lambda: Console(width=150))
+    monkeypatch.setattr(command, "make_console", lambda _: Console(width=150))
     write_parquet(pd.concat([BOTH, adaptive_rows("ffd", 0.9, 0.4)]), tmp_path / "rows.parquet")
     assert command.main([str(tmp_path), "--at", "0.05,0.125,0.6"]) == 0
     said = capsys.readouterr().out

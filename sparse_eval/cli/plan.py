@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from sparse_eval.cli.config import Settings
@@ -20,6 +18,7 @@ from sparse_eval.models import ModelInfo, model_info
 from sparse_eval.needle.config import needle_config
 from sparse_eval.needle.gate import can_pass, not_run_line
 from sparse_eval.storage.cells import CellStore
+from sparse_eval.terminal import labelled, make_console
 
 if TYPE_CHECKING:
     from sparse_eval.tasks.live_task import Work
@@ -163,7 +162,7 @@ def _capture_bytes(settings: Settings, info: ModelInfo, captures: int) -> float 
 
 def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
     """One line a job, infeasible ones with their reason, then the sum."""
-    console = Console(highlight=False, width=None if Console().is_terminal else 130)
+    console = make_console(130)
     feasible = [(name, s) for name, s in jobs if isinstance(s, Settings)]
     machines: dict[tuple[str, str], Machine] = {}
     table = Table(title="Plan: no weights were loaded", title_justify="left")
@@ -174,7 +173,7 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
         machines[where] = machines.get(where) or measured_now(s.device, DTYPES[s.dtype])
         cost = cost_of(s, machines[where])
         table.add_row(
-            escape(name or "(defaults)"),
+            name or "(defaults)",
             str(cost.cells),
             str(cost.cells_cached),
             str(cost.prefills),
@@ -185,19 +184,20 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
     if feasible:
         console.print(table)
     for line in dict.fromkeys(line for _, s in feasible for line in gate_notes(s)):
-        console.print(f"[yellow]note:[/yellow] {line}", soft_wrap=True)
+        console.print(labelled("note:", line), soft_wrap=True)
     for name, error in jobs:
         if isinstance(error, ValueError) and len(jobs) == 1:
             print(f"error: {error}", file=sys.stderr)
         elif isinstance(error, ValueError):
-            line = escape(f"{name or '(defaults)'}: {error}")
-            console.print(f"[yellow]infeasible[/yellow] {line}", soft_wrap=True)
+            line = f"{name or '(defaults)'}: {error}"
+            console.print(labelled("infeasible", line), soft_wrap=True)
     for (device, dtype), machine in machines.items():
         console.print(
-            f"[dim]predicted from {machine.flops / 1e9:,.0f} GFLOP/s and "
+            f"predicted from {machine.flops / 1e9:,.0f} GFLOP/s and "
             f"{machine.bytes_per_second / 1e9:,.0f} GB/s, measured now by {dtype} products on "
             f"{describe_device(device)}; from the shortest answers to the longest; without "
-            "loading, imports and pictures[/dim]"
+            "loading, imports and pictures",
+            style="dim",
         )
 
 

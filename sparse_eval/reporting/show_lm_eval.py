@@ -23,6 +23,7 @@ from sparse_eval.reporting.summarise_lm_eval import (
 from sparse_eval.reporting.tables_lm_eval import floor_line, gate_lines, mean_table, scores_table
 from sparse_eval.storage.columns import names
 from sparse_eval.tasks.live_task import arms_of
+from sparse_eval.terminal import labelled
 
 SAMPLE_KEYS = names(
     "lm_task sample policy budget_tokens prompt_hash prompt_tokens chat protocol truncated metric"
@@ -94,5 +95,5 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
         for why, some in (("passed", refused[ran]), ("run", refused[~ran])):
             if len(some):
                 listed = ", ".join(some["lm_task"])
-                console.print(f"[yellow]not ranked, dense gate not {why}:[/yellow] {listed}")
+                console.print(labelled(f"not ranked, dense gate not {why}:", listed))
         console.print(floor_line(noise_floor(part)))

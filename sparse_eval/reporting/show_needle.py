@@ -28,6 +28,7 @@ from sparse_eval.reporting.tables_live import (
 )
 from sparse_eval.storage.columns import names
 from sparse_eval.tasks.live_task import arms_of
+from sparse_eval.terminal import labelled
 
 SAMPLE_KEYS = names(
     "sample role needle_kind context depth depth_realised wording policy budget_tokens prompt_hash"
@@ -112,5 +113,4 @@ def print_gate(part: pd.DataFrame, console: Console) -> None:
             for kind, n, depth, found, *_ in gate_lines(some).lines
         ]
         if places:
-            line = f"[yellow]not ranked, dense gate not {why}:[/yellow] {'; '.join(places)}"
-            console.print(line)
+            console.print(labelled(f"not ranked, dense gate not {why}:", "; ".join(places)))

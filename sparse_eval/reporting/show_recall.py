@@ -91,7 +91,7 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
     console.print(grid)
     console.print(replay_line(pd.DataFrame(rows)))
     if len(settings.policies) > 1:
-        console.print(ranking_sentence(pd.DataFrame(rows)), markup=False, highlight=False)
+        console.print(ranking_sentence(pd.DataFrame(rows)))
     if is_all_dense:
         console.print(
             f"every layer is dense (dense_layers={list(settings.dense_layers)}): nothing is left "

@@ -7,11 +7,12 @@ answers go back to lm-eval, arm by arm, for its own metrics.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from sparse_eval.cli.progress import Tick
 from sparse_eval.core import Row
 from sparse_eval.lm.config import LmConfig, lm_config
 from sparse_eval.lm.part import Part
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from sparse_eval.lm.results import Answered
     from sparse_eval.lm.suite import Suite
     from sparse_eval.lm.texts import TextSide
-
-Tick = Callable[[int], None]
 
 BUNDLED = "se_"
 """What the names of the tasks that are made by seed begin with."""

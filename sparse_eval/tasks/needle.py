@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sparse_eval.cli.config import Settings, token_budgets
+from sparse_eval.cli.progress import Tick
 from sparse_eval.core import Row
 from sparse_eval.models import check_shapes
 from sparse_eval.needle.cell import Measurement
@@ -69,18 +70,29 @@ class Needle(LiveTask):
 
     def run(self, store: CellStore) -> Iterator[list[Row]]:
         """Rows of one cell at a time; cells measured before come from the store."""
-        config = self.config
-        if not can_pass(config.gate):
-            self.progress.warn(not_run_line(config.gate))
+        if not can_pass(self.config.gate):
+            self.progress.warn(not_run_line(self.config.gate))
         groups = self.spots()
-        with self.progress.bar("needles", sum(map(len, groups)), unit="prompts") as tick:
+        with self.progress.bar("needles", self._num_answers(groups), unit="answers") as tick:
             for spots in groups:
-                gate = yield from self._gate(spots[0], store)
+                gate = yield from self._gate(spots[0], store, tick)
                 for spot in spots:
                     arms = arms_of(self.at(spot.context))
                     for rows in self._sample(spot, arms, store):
                         yield [row | {"gated": gate.gated} for row in rows]
-                    tick(1)
+                        tick(1)
+
+    @property
+    def _num_gate(self) -> int:
+        """Samples of the dense gate at each context, kind and depth."""
+        gate = self.config.gate
+        return gate.n if can_pass(gate) else 0
+
+    def _num_answers(self, groups: list[list[Spot]]) -> int:
+        return sum(
+            len(spots) * len(arms_of(self.at(spots[0].context))) + self._num_gate
+            for spots in groups
+        )
 
     def check_inputs(self) -> None:
         """Also a chat format that is not there, and contexts that its sentences do not fit in."""
@@ -96,12 +108,10 @@ class Needle(LiveTask):
             self._measurement(spot)
 
     def work(self, store: CellStore) -> Work:
-        config = self.config
-        num_gate = config.gate.n if can_pass(config.gate) else 0
         prefills, steps, fewest, cells, known = list[int](), 0, 0, 0, 0
         for spots in self.spots():
             arms = arms_of(self.at(spots[0].context))
-            gate = [replace(spots[0], sample=i, role="gate") for i in range(num_gate)]
+            gate = [replace(spots[0], sample=i, role="gate") for i in range(self._num_gate)]
             for spot in [*gate, *spots]:
                 asked = arms[:1] if spot.role == "gate" else arms
                 missing = len(asked) - self._num_known(spot, asked, store)
@@ -127,15 +137,16 @@ class Needle(LiveTask):
             planted = plant(spot, self.haystack, self.tokenizer, self.template, num_distractors=num)
         return Measurement(self, self.config, self.template.is_plain, planted)
 
-    def _gate(self, spot: Spot, store: CellStore) -> Generator[list[Row], None, Gate]:
+    def _gate(self, spot: Spot, store: CellStore, tick: Tick) -> Generator[list[Row], None, Gate]:
         """Dense on the gate's own samples; their rows are kept apart by role."""
         config = self.config.gate
         dense = arms_of(self.at(spot.context))[:1]
         correct: list[bool] = []
-        for sample in range(config.n if can_pass(config) else 0):
+        for sample in range(self._num_gate):
             for rows in self._sample(replace(spot, sample=sample, role="gate"), dense, store):
                 correct += [row["outcome"] == "correct" for row in rows if is_answer(row)]
                 yield [row | {"gated": True} for row in rows]
+                tick(1)
         gate = judge(correct, config)
         if gate.passed is False:
             self.progress.warn(
