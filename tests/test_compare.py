@@ -24,6 +24,7 @@ from sparse_eval.reporting.paired import holm, least_p, paired, sign_flip_p, t_q
 from sparse_eval.reporting.summarise import summarise_recall
 from sparse_eval.results import Journal, write_summary
 from tests.factories import latency_rows, recall_rows
+from tests.needle_rows import needle_run
 
 CONFIG = {"page_size": 16, "model": {"name": "synthetic"}, "seed": 0}
 
@@ -153,6 +154,19 @@ def test_runs_that_measured_other_things_are_refused(tmp_path, capsys, name):
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1
     assert "cannot be pooled" in told or "this version reads" in told
+    assert not list(tmp_path.glob("report*"))
+
+
+@pytest.mark.parametrize("other", [latency_rows(), needle_run(n=1)])
+def test_runs_that_share_no_task_are_refused(tmp_path, capsys, other):
+    """Also where the needle's answers have recall of their own."""
+    task = other[0]["task"]
+    own = rows(needle_kind="passcode").to_dict("records") if task == "needle" else []
+    Journal(tmp_path / "a").append(rows().to_dict("records"))  # type: ignore[arg-type]
+    Journal(tmp_path / "b").append(other + own)
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    told = capsys.readouterr().err
+    assert told == f"error: these runs cannot be paired: A measured recall, B {task}\n"
     assert not list(tmp_path.glob("report*"))
 
 

@@ -148,7 +148,8 @@ def test_an_adaptive_policy_is_labelled_by_what_it_reads(monkeypatch, tmp_path):
     assert labels["window"] == ["adaptive: 18.3%"] and labels["quest"] == ["96"]
     assert labels["full"] == ["all"] and "dense gate not run" in depth.get_supxlabel()
     titles = [axes.get_title(loc="left") for axes in hits.axes]
-    assert titles[0].startswith("quest, 96 tokens: ") and "tokens" not in hits.get_suptitle()
+    assert titles[0].startswith("quest, 96 tokens: ") and "of the value's pages read" in titles[0]
+    assert "tokens" not in hits.get_suptitle()
     assert titles[1].startswith("window (adaptive: 18.3%): ")
 
 

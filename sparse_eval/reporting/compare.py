@@ -96,6 +96,12 @@ def compare(
 
 
 def check_pairable(a: pd.DataFrame, b: pd.DataFrame) -> None:
+    tasks_a, tasks_b = tasks_of(a), tasks_of(b)
+    if not tasks_a & tasks_b:
+        raise ValueError(
+            f"these runs cannot be paired: A measured {', '.join(sorted(tasks_a))}, "
+            f"B {', '.join(sorted(tasks_b))}"
+        )
     for name in MUST_AGREE:
         if name not in a or name not in b:
             continue
@@ -105,6 +111,13 @@ def check_pairable(a: pd.DataFrame, b: pd.DataFrame) -> None:
                 f"these runs cannot be pooled or paired: {name} is {', '.join(first)} in A and "
                 f"{', '.join(second)} in B"
             )
+
+
+def tasks_of(rows: pd.DataFrame) -> set[str]:
+    """What was measured for itself: the recall at a needle's answers belongs to these."""
+    if "needle_kind" in rows:
+        rows = rows[(rows["task"] != "recall") | rows["needle_kind"].isna()]
+    return set(rows["task"])
 
 
 def check_captures(a: pd.DataFrame, b: pd.DataFrame) -> None:

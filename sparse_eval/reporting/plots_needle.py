@@ -210,8 +210,8 @@ def needle_outcomes(answers: pd.DataFrame, path: Path | str) -> Path:
 
 
 def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> Path:
-    """How often each layer and KV head read the needle's value, a panel per policy at one budget
-    (the middle one), beside chance."""
+    """What share of the pages of the needle's value each layer and KV head read, a panel per policy
+    at one budget (the middle one), beside chance."""
     table = hit_table(rows)
     sparse = table[table["budget_tokens"].notna() | (table["page_hit_chance"] < 1)]
     budgets = sorted(sparse["budget_tokens"].dropna().unique())
@@ -231,9 +231,9 @@ def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> 
         adaptive = with_read(str(policy), float(read[policy]))
         name = adaptive if pd.isna(own) else f"{policy}, {own:,.0f} tokens"
         title = (
-            f"{name}: {part['hit'].mean():.1%} of reads, "
+            f"{name}: {part['hit'].mean():.1%} of the value's pages read, "
             f"chance {part['page_hit_chance'].mean():.1%}; "
-            f"{part['above_half'].sum():.1f} of {len(part)} heads above one half"
+            f"{part['above_half'].sum():.1f} of {len(part)} heads read over half"
         )
         panel_title(axes, title, 8.4 - 2.0)
         step = max(1, math.ceil(len(heat.columns) / 32))
@@ -244,7 +244,7 @@ def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> 
     figure.supxlabel("layer (those kept dense are left out)", color=INK, fontsize=9)
     figure.supylabel("KV head", color=INK, fontsize=9)
     bar = figure.colorbar(image, ax=grid, pad=0.015, aspect=18, format=PercentFormatter(1, 0))
-    style_bar(bar, "steps that read the value's page")
+    style_bar(bar, "share of the value's pages read")
     return save(figure, path)
 
 
