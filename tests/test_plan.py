@@ -12,8 +12,16 @@ import torch
 from sparse_eval.app import register_resolvers
 from sparse_eval.cli.compose import Composer
 from sparse_eval.cli.machine import Machine, measured_now, seconds_of
-from sparse_eval.cli.plan import LAYER_NORMS, POLICY_NORMS, _time, live_cost, step_seconds
+from sparse_eval.cli.plan import (
+    LAYER_NORMS,
+    POLICY_NORMS,
+    _time,
+    live_cost,
+    print_plan,
+    step_seconds,
+)
 from sparse_eval.cli.settings import resolve
+from sparse_eval.inputs import checkpoint
 from sparse_eval.live import patched
 from sparse_eval.models import model_info
 from sparse_eval.policies.quest import Quest
@@ -37,6 +45,21 @@ def settings(tmp_path_factory) -> Any:
 )
 def test_a_range_is_told_where_answers_may_be_short(fewest, most, told):
     assert _time(fewest, most) == told
+
+
+def plan_of(capsys, *words: str) -> str:
+    print_plan([("", resolve(Composer(), list(words)))])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_says_where_a_model_that_is_not_here_comes_from(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint, "cached", lambda *_: None)
+    where = [f"model_cache={tmp_path}", f"cache_dir={tmp_path}", "context=512", "budget=64"]
+    assert "a run first fetches it from the model hub (as deepseek-ai/" in plan_of(capsys, *where)
+    assert "from the package index" in plan_of(capsys, *where, "model=smollm2")
+    assert "not on this machine" not in plan_of(
+        capsys, *where, "model=tiny_llama", "dense_layers=[0]"
+    )
 
 
 def cost(settings: Any, machine: Machine, steps: int, prefills: tuple[int, ...] = ()) -> float:

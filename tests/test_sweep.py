@@ -439,7 +439,7 @@ def test_names_beyond_ascii_and_long_ones_are_folders(go, tmp_path):
 
 def test_an_unknown_launcher_says_how_to_get_it(go, capsys):
     assert go("-m", *CHEAP, "budget=64,96", "hydra/launcher=slurm") == 2
-    assert "sparse-eval[joblib]" in capsys.readouterr().err
+    assert 'pip install -e ".[joblib]"' in capsys.readouterr().err
 
 
 def process(root: Path, *words: str) -> subprocess.Popen[str]:

@@ -134,8 +134,8 @@ class Composer:
             if override.value() not in installed:
                 raise ValueError(
                     f"hydra/launcher must be one of {', '.join(installed)}, got "
-                    f"{override.value()!r}; more come with pip install sparse-eval[joblib], [ray] "
-                    "or [submitit]"
+                    f'{override.value()!r}; more come with pip install -e ".[joblib]", '
+                    '".[ray]" or ".[submitit]"'
                 )
 
     def check_option(self, group: str, value: Any, *, key: str | None = None) -> None:

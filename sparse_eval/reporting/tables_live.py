@@ -94,8 +94,9 @@ def comparison_table(table: pd.DataFrame) -> TextTable:
         for line in lines_of(table)
     ]
     note = (
-        "hit: share of the value's pages that a KV head reads, beside chance; heads > ½: those that "
-        "read over half of them; wordings: spread of accuracy. minus dense: the difference, paired, where the dense gate passed, Tango 95 %, "
+        "hit: share of the value's pages that a KV head reads, beside chance; heads > ½: those "
+        "that read over half of them; wordings: spread of accuracy. minus dense: the difference, "
+        "paired, where the dense gate passed, Tango 95 %, "
         "exact McNemar's p; "
         f"{smallest}; not inferior: one-sided 95 %"
     )
