@@ -24,6 +24,7 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
 $(STAMP): pyproject.toml
+	@echo "installing torch and the rest into $(VENV): a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $(STAMP)

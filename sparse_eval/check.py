@@ -7,7 +7,7 @@ import importlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,13 @@ from sparse_eval.policies.base import Policy
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One promise: its name, whether it was kept, and the evidence or the reason it was skipped."""
+    """One promise: its name, whether it was kept, and the evidence or the reason it was skipped.
+    cause: of what was raised the type and the place, which many promises may fail by; else ""."""
 
     name: str
     outcome: Literal["ok", "failed", "skipped"]
     detail: str = ""
+    cause: str = ""
 
     def __str__(self) -> str:
         return f"{self.outcome:8}{self.name}{': ' if self.detail else ''}{self.detail}"
@@ -72,11 +74,19 @@ def result_of(name: str, run: Callable[[], None]) -> CheckResult:
     except Skip as skip:
         return CheckResult(name, "skipped", str(skip))
     except Fault as fault:
-        return CheckResult(name, "failed", str(fault))
+        raised = fault.__cause__
+        cause = cause_of(raised) if isinstance(raised, Exception) else ""
+        return CheckResult(name, "failed", str(fault), cause)
     except Exception as error:  # a policy is foreign code, which may raise anything
         line = " ".join(str(error).split())
-        return CheckResult(name, "failed", f"raised {type(error).__name__}: {line}{place(error)}")
+        told = f"raised {type(error).__name__}: {line}{place(error)}"
+        return CheckResult(name, "failed", told, cause_of(error))
     return CheckResult(name, "ok")
+
+
+def cause_of(error: Exception) -> str:
+    """Its type and place, by which one error is known whatever shapes its words name."""
+    return f"{type(error).__name__}{place(error) or error}"
 
 
 PACKAGE = Path(__file__).parent
@@ -124,13 +134,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     make_policy = partial(build, options.target, fixed)
     results = check_policy(make_policy, device)
-    for result in results:
-        print(result)
+    print("\n".join(lines_of(results)))
     failed = sum(result.outcome == "failed" for result in results)
     skipped = sum(result.outcome == "skipped" for result in results)
     kept = len(results) - failed - skipped
     print(f"{options.target}: {kept} kept, {failed} failed, {skipped} do not apply")
     return 1 if failed else 0
+
+
+def lines_of(results: Sequence[CheckResult]) -> Iterator[str]:
+    """A line a promise; one error that many promises fail by is told once, with their names."""
+    by_cause: dict[str, list[str]] = {}
+    for result in results:
+        if result.cause:
+            by_cause.setdefault(result.cause, []).append(result.name)
+    for result in results:
+        first, *others = by_cause.get(result.cause, [result.name])
+        if result.name == first:
+            yield str(result)
+            if others:
+                yield f"{'':8}{len(others)} more fail by it: {', '.join(others)}"
 
 
 def build(target: str, fixed: Mapping[str, Any], **fields: Any) -> Policy:

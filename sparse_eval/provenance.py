@@ -34,6 +34,8 @@ OUTPUT_MODULES = frozenset(
         "provenance",
         "report",
         "results",
+        "terminal",
+        "units",
     }
 )
 """What presents or keeps what was measured. Whatever else the package holds, new files included,

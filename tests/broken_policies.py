@@ -43,6 +43,14 @@ class FailsOnSevenHeads(Window):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Crashes(Window):
+    """Whatever it is asked, each time with other words."""
+
+    def select(self, call, state, budget):
+        raise ZeroDivisionError(f"{call.capacity} tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OtherPageSize(Window):
     promise: ClassVar[str] = "is a selection of its pages"
 

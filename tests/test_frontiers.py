@@ -158,6 +158,11 @@ def test_variants_of_a_threshold_are_points_of_one_line():
     assert table.loc[("tokens", "ffd"), "difference"] == pytest.approx(0.925 - 0.912)
 
 
+def test_a_line_of_one_policy_is_drawn_under_its_own_name():
+    name = "quest_topdelta:score.name=mean:delta=4"
+    assert set(points(adaptive_rows(name, 0.9, 0.2))["line"]) == {name}
+
+
 def test_the_command_prints_both_axes_and_the_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "make_console", lambda _: Console(width=150))
     write_parquet(BOTH, tmp_path / "rows.parquet")

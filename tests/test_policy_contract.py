@@ -106,6 +106,15 @@ def test_command_line_prints_a_line_a_promise_and_returns_0(capsys):
     assert lines[-1].endswith("0 failed, 3 do not apply")
 
 
+def test_one_error_that_many_promises_fail_by_is_told_once(capsys):
+    assert main(["tests.broken_policies.Crashes"]) == 1
+    *told, summary = capsys.readouterr().out.splitlines()
+    assert sum("ZeroDivisionError" in line for line in told) == 1
+    assert any(" more fail by it: " in line for line in told)
+    num_failed = sum(r.outcome == "failed" for r in check_policy(broken_policies.Crashes))
+    assert num_failed > 10 and f" {num_failed} failed" in summary
+
+
 def test_command_line_returns_1_for_a_broken_policy(capsys):
     assert main(["tests.broken_policies.ReadsOnePageMore"]) == 1
     assert "failed  budget is kept: page_size 4" in capsys.readouterr().out

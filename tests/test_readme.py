@@ -6,12 +6,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sparse_eval import models
 from sparse_eval.check import check_policy
 from sparse_eval.storage.columns import SCHEMA
 from tests.tiny import tiny_loaded
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [path for path in PAGES if path.name != "performance.md"]
 
 
 def test_the_readmes_policy_keeps_every_promise(tmp_path, monkeypatch):
@@ -27,9 +32,26 @@ def test_the_readmes_policy_keeps_every_promise(tmp_path, monkeypatch):
 
 def test_the_readme_links_to_files_that_exist():
     links = re.findall(r"\]\(([^)#]+)\)", README)
-    root = Path(__file__).parent.parent
-    missing = [link for link in links if "://" not in link and not (root / link).exists()]
+    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert links and not missing
+
+
+UNQUOTED = re.compile(r"(?<![\w'\"./{\[])[\w.]+=[\[{][^\s]*(?!['\"])")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_overrides_with_brackets_are_quoted_on_command_lines(path):
+    """zsh reads a bare one as a pattern and refuses the command."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    commands = [line for line in text.splitlines() if line.startswith("    ")]
+    assert not [found[0] for line in commands for found in UNQUOTED.finditer(line)]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_extras_are_installed_from_the_repository_in_quotes(path):
+    """The package is on no index."""
+    found = re.findall(r"pip install .*?sparse-eval\b|pip install -e \.\[", path.read_text())
+    assert not found
 
 
 def test_the_readmes_python_runs_as_written(tmp_path, monkeypatch, capture, capsys):

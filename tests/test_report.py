@@ -13,8 +13,10 @@ from rich.console import Console
 from sparse_eval.cli.compose import Composer
 from sparse_eval.cli.settings import resolve
 from sparse_eval.report import draw, main, write_report
+from sparse_eval.reporting.dashboard import run_facts
 from sparse_eval.reporting.show_recall import print_results
 from sparse_eval.results import Journal, load, write_summary
+from sparse_eval.terminal import make_console
 from tests.factories import NAN, recall_rows
 from tests.needle_rows import answer_row
 
@@ -226,6 +228,19 @@ def test_a_sweep_over_recall_and_needle_has_both_in_the_headline(tmp_path):
     assert cells["quest"] == "75% [30%, 95%], n 4"  # the headline's: the first table on the page
     assert cells["window"] == "n/a"
     assert any("Needle" in text and "256" not in text for text in page.texts)
+
+
+def test_a_runs_time_and_memory_are_told_in_human_units():
+    told = run_facts({"wall_seconds": 131.965, "peak_memory_bytes": 1_613_733_888, "gpu": None})
+    assert "<dt>wall time</dt><dd>2 min 12 s</dd>" in told
+    assert "<dt>peak memory</dt><dd>1.5 GiB</dd>" in told and "gpu" not in told
+
+
+def test_a_table_names_the_text_that_it_is_of(capsys):
+    settings = resolve(Composer(), ["model=tiny_llama", "budget=64", "dense_layers=[0]"])
+    rows = recall_rows(("quest",), (64,), num_layers=3, num_kv_heads=1, context=256)
+    print_results([r | {"prompts": "file: my[0].txt"} for r in rows], settings, make_console(200))
+    assert "tokens of file: my[0].txt, page" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_whose_layers_are_all_dense_says_why_recall_is_one():

@@ -20,6 +20,7 @@ from sparse_eval.needle.config import needle_config
 from sparse_eval.needle.gate import can_pass, not_run_line
 from sparse_eval.storage.cells import CellStore
 from sparse_eval.terminal import labelled, make_console
+from sparse_eval.units import byte_size
 
 if TYPE_CHECKING:
     from sparse_eval.tasks.live_task import Work
@@ -234,7 +235,5 @@ def _time(fewest: float | None, most: float | None) -> str:
     return f"{high} {unit}" if low == high else f"{low} to {high} {unit}"
 
 
-def _bytes(size: float | None) -> str:
-    if size is None:
-        return "unknown"
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+def _bytes(num_bytes: float | None) -> str:
+    return "unknown" if num_bytes is None else byte_size(num_bytes)

@@ -14,6 +14,7 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from sparse_eval.terminal import labelled, make_console
+from sparse_eval.units import duration
 
 log = logging.getLogger("sparse_eval")
 
@@ -146,11 +147,3 @@ class Progress:
             return
         self._warned.add(once)
         self.console.print(labelled("warning:", text))
-
-
-def duration(seconds: float) -> str:
-    """70 -> "1 min 10 s"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    parts = [(hours, "h"), (minutes, "min"), (rest, "s")]
-    return " ".join(f"{n} {unit}" for n, unit in parts if n) or "0 s"

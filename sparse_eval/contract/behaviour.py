@@ -251,7 +251,8 @@ def needs_no_value_on_the_host(subject: Subject) -> None:
             policy.select(call, state, budget)
     except Exception as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise Fault(f"extend or select waits for a value: {type(error).__name__}: {line}") from None
+        told = f"extend or select waits for a value: {type(error).__name__}: {line}"
+        raise Fault(told) from error
 
 
 class no_sync:

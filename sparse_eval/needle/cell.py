@@ -53,6 +53,7 @@ class Measurement:
         planted, config = self.planted, self.config
         parts = {
             "task": "needle",
+            "prompts": self.task.haystack.source,
             "sample": planted.spot.name,
             "value": planted.value,
             "distractors": list(planted.distractors),
@@ -108,6 +109,7 @@ class Measurement:
             prefill_key=self.prefill_key,
         )
         return common | {
+            "prompts": self.task.haystack.source,
             "sample": planted.spot.name,
             "role": planted.spot.role,
             "needle_kind": planted.spot.kind.name,

@@ -7,6 +7,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import starmap
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -25,6 +26,7 @@ from sparse_eval.reporting.summarise import (
     summarise_recall,
 )
 from sparse_eval.storage.files import to_json
+from sparse_eval.units import byte_size, duration
 
 SCRIPTS = ("format.js", "table.js", "charts.js", "layers.js", "main.js")
 DIGITS = 6
@@ -193,9 +195,9 @@ def run_facts(run: Mapping[str, Any]) -> str:
         of = f"{len(replayed)} prompt{'s'[: len(replayed) > 1]}"
         shown["replay_error"] = f"{max(replayed):.1e} (relative L2, worst layer of {of})"
     facts = "".join(
-        f"<div><dt>{html.escape(key.replace('_', ' '))}</dt><dd>{fact(value)}</dd></div>"
-        for key, value in shown.items()
-        if value is not None
+        f"<div><dt>{html.escape(name)}</dt><dd>{text}</dd></div>"
+        for name, text in starmap(named_fact, shown.items())
+        if text
     )
     config = html.escape(json.dumps(run.get("config") or {}, indent=2, ensure_ascii=False))
     return (
@@ -204,6 +206,18 @@ def run_facts(run: Mapping[str, Any]) -> str:
         + f"<dl>{facts}</dl><details><summary>Resolved config</summary>"
         f"<pre><code>{config}</code></pre></details></article>"
     )
+
+
+def named_fact(key: str, value: Any) -> tuple[str, str]:
+    """A key's name and its value as people read it, "" for none: "wall_seconds" is a time,
+    "peak_memory_bytes" a size."""
+    if value is None:
+        return key, ""
+    if key.endswith("_seconds") and isinstance(value, int | float):
+        return f"{key.removesuffix('_seconds').replace('_', ' ')} time", duration(value)
+    if key.endswith("_bytes") and isinstance(value, int | float):
+        return key.removesuffix("_bytes").replace("_", " "), byte_size(value)
+    return key.replace("_", " "), fact(value)
 
 
 def fact(value: Any) -> str:

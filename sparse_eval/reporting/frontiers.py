@@ -57,7 +57,9 @@ def points(rows: pd.DataFrame) -> pd.DataFrame:
     read = (table["bytes_kv"] + table["bytes_metadata"]).where(~unknown)
     table = table.assign(tokens_share=table["density"], bytes_share=read / table["bytes_dense"])
     table = table.rename(columns={"mass_recall": "recall"}).reset_index()
-    table["line"] = [line_of(str(policy)) for policy in table["policy"]]
+    lines = table["policy"].map(str).map(line_of)
+    of_one = table.groupby(lines)["policy"].transform("nunique") == 1
+    table["line"] = lines.mask(of_one, table["policy"])
     return table
 
 

@@ -63,10 +63,11 @@ def print_results(rows: list[Row], settings: Settings, console: Console) -> None
     table = summarise_recall(pd.DataFrame(rows))
     dense = ", ".join(map(str, settings.dense_layers)) or "none"
     is_all_dense = all(row["dense_layer"] for row in rows)
+    text = rows[0].get("prompts") or settings.prompts["source"]
     counted = "all dense" if is_all_dense else f"dense, not counted: {dense}"
     grid = Table(
         title=f"Attention-mass recall, {model_info(settings.model).title}, "
-        f"{settings.context:,} tokens of {settings.prompts['source']}, page {rows[0]['page_size']}",
+        f"{settings.context:,} tokens of {text}, page {rows[0]['page_size']}",
         caption=f"mean over layers ({counted}), KV heads, queries and "
         f"n = {settings.prompts['n']} prompts; in brackets: the share found of the mass that "
         "the forced pages (sinks, local) do not hold",

@@ -115,6 +115,7 @@ class Measurement:
             prompt_hash=self.prompt.hash,
             prefill_key=self.prefill_key,
         )
+        common |= {"prompts": self.prompt.source}
         return common | columns | self.task.cost(time.perf_counter() - started)
 
     @cached_property

@@ -102,7 +102,7 @@ function marginSection() {
         : "; in the mean of the layers it is ahead at every budget.");
   at("margin-heat").hidden = !cells.length;
   if (cells.length) marginHeat(cells);
-  losingTable(lost);
+  losingTable(lost, `Show all ${lostLayers.length} losing cells` + (overall.length ? ` and ${overall.length} mean${overall.length > 1 ? "s" : ""} of the layers` : ""));
 }
 
 function marginHeat(cells) {
@@ -123,7 +123,7 @@ function marginHeat(cells) {
   heat(at("margin-heat"), rows, columns, cellOf, scale);
 }
 
-function losingTable(lost) {
+function losingTable(lost, all) {
   const shown = 8;
   const heads = [
     ["budget_tokens", "Budget", "tokens"], ["layer", "Layer", ""], ["recall", "Recall", state.main], ["rival_recall", "Recall", "rival"],
@@ -144,5 +144,5 @@ function losingTable(lost) {
   at("losing").replaceChildren(...(lost.length ? [table] : []));
   if (lost.length) sortable(table);
   at("more").hidden = lost.length <= shown || state.all;
-  at("more").textContent = `Show all ${lost.length} losing cells`;
+  at("more").textContent = all;
 }
