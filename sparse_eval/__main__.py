@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ def check(words: Sequence[str]) -> Checked | None:
         composer.check_lists(parsed)
         raise ValueError(
             f"{swept[0]} lists several values, which is a sweep: "
-            f"python -m sparse_eval -m {' '.join(words)}"
+            f"python -m sparse_eval -m {shlex.join(words)}"
         )
     composer.check_words(parsed)
     composer.check_launcher(parsed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -253,7 +254,7 @@ def summarise(
 ) -> dict[str, Any]:
     """summary.json: headline figures, the resolved config, provenance."""
     return {
-        "command": "python -m sparse_eval " + " ".join(overrides),
+        "command": f"python -m sparse_eval {shlex.join(overrides)}".rstrip(),
         **headline,
         "config": config_record(settings),
         "provenance": provenance(
@@ -337,7 +338,7 @@ def end_sweep(words: list[str]) -> bool:
         log.debug("no report of the sweep", exc_info=True)  # the command below shows it again
         print(
             f"error: no report of the sweep ({told(error)}); its rows are kept, once mended: "
-            f"python -m sparse_eval.report {SWEEP.folder}",
+            f"python -m sparse_eval.report {shlex.quote(str(SWEEP.folder))}",
             file=sys.stderr,
         )
         return False

@@ -153,6 +153,13 @@ def test_an_adaptive_policy_is_labelled_by_what_it_reads(monkeypatch, tmp_path):
     assert titles[1].startswith("window (adaptive: 18.3%): ")
 
 
+def test_dense_alone_has_every_picture_but_the_one_of_who_read(tmp_path):
+    rows = frame_of(needle_run(n=1, policies=[]))
+    (part,) = split_needle(rows).values()
+    names = {path.name for path in plots_needle.needle_pictures(rows, part, tmp_path, "")}
+    assert names == {f"needle_{x}_passcode.png" for x in ("depth", "read", "outcomes")}
+
+
 def test_gate_samples_are_in_no_average():
     rows = pd.concat([answers({"full": "c" * 6}), answers({"full": "f" * 6}, role="gate")])
     (part,) = split_needle(rows).values()

@@ -119,7 +119,7 @@ class Progress:
             done += n
             live.advance(task, n)
             now = time.perf_counter()
-            if not self.draws and now - self._spoke >= LINE_SECONDS:
+            if not self.draws and done < total and now - self._spoke >= LINE_SECONDS:
                 self._spoke = now
                 self.say(f"{what}: {done:,} of {total:,} {unit}, {duration(now - started)}")
 

@@ -71,7 +71,8 @@ def needle_pictures(
             pictures.append(needle_curve(here, folder / f"needle_read_{name}"))
             pictures.append(needle_outcomes(here, folder / f"needle_outcomes_{name}"))
             layers = layers_of(rows, here)
-            pictures.append(needle_hits(layers, here, folder / f"needle_hits_{name}"))
+            if len(sparse_hits(layers)):  # dense alone reads everything
+                pictures.append(needle_hits(layers, here, folder / f"needle_hits_{name}"))
     return pictures
 
 
@@ -209,11 +210,16 @@ def needle_outcomes(answers: pd.DataFrame, path: Path | str) -> Path:
     return save(figure, path)
 
 
+def sparse_hits(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of hit_table the lines of policies that leave something out."""
+    table = hit_table(rows)
+    return table[table["budget_tokens"].notna() | (table["page_hit_chance"] < 1)]
+
+
 def needle_hits(rows: pd.DataFrame, answers: pd.DataFrame, path: Path | str) -> Path:
     """What share of the pages of the needle's value each layer and KV head read, a panel per policy
     at one budget (the middle one), beside chance."""
-    table = hit_table(rows)
-    sparse = table[table["budget_tokens"].notna() | (table["page_hit_chance"] < 1)]
+    sparse = sparse_hits(rows)
     budgets = sorted(sparse["budget_tokens"].dropna().unique())
     budget = budgets[(len(budgets) - 1) // 2] if budgets else math.nan
     here = sparse[(sparse["budget_tokens"] == budget) | sparse["budget_tokens"].isna()]

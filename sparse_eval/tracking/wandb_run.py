@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,7 +73,8 @@ class WandbTracker:
             self.run.define_metric(f"{task}/*", step_metric="budget_tokens")
         self.is_offline = mode == "offline"
         if mode == "offline":
-            self.say(f"W&B: offline, upload with: wandb sync {Path(self.run.dir).parent}")
+            where = shlex.quote(str(Path(self.run.dir).parent))
+            self.say(f"W&B: offline, upload with: wandb sync {where}")
         elif mode == "online":
             self.say(f"W&B: {self.run.url}")
 
