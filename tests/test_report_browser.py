@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -92,5 +93,7 @@ def test_losing_cells_open_on_demand(browser, page):
     shown = "[...document.querySelectorAll('#losing tbody tr')].filter(r => !r.hidden).length"
     lost = browser.js("setting().margins.quest.filter(c => c.margin < 0).length")
     assert lost > 0 and browser.js(shown) == min(8, lost)
+    (counted,) = re.findall(r"in (\d+) of", browser.js("at('losses-sum').textContent"))
+    assert browser.js("at('more').textContent").startswith(f"Show all {counted} losing cells")
     browser.js("choose({main: 'window'})")
     assert "window" in browser.js("at('losses-sum').textContent")

@@ -20,12 +20,14 @@ from sparse_eval.tasks.live_task import NAN, Arm, LiveTask, read_columns
 
 @dataclass
 class Measurement:
-    """One planted prompt: its dense cache, made when first needed, and the cells on it."""
+    """One planted prompt: its dense cache, made when first needed, and the cells on it. source:
+    where its text is from."""
 
     task: LiveTask
     config: NeedleConfig
     is_plain: bool
     planted: Planted
+    source: str
 
     @property
     def is_question(self) -> bool:
@@ -53,7 +55,6 @@ class Measurement:
         planted, config = self.planted, self.config
         parts = {
             "task": "needle",
-            "prompts": self.task.haystack.source,
             "sample": planted.spot.name,
             "value": planted.value,
             "distractors": list(planted.distractors),
@@ -109,7 +110,7 @@ class Measurement:
             prefill_key=self.prefill_key,
         )
         return common | {
-            "prompts": self.task.haystack.source,
+            "prompts": self.source,
             "sample": planted.spot.name,
             "role": planted.spot.role,
             "needle_kind": planted.spot.kind.name,

@@ -135,7 +135,8 @@ class Needle(LiveTask):
         num = self.config.distractors if spot.kind.has_distractors else 0
         with shared():
             planted = plant(spot, self.haystack, self.tokenizer, self.template, num_distractors=num)
-        return Measurement(self, self.config, self.template.is_plain, planted)
+        source = self.haystack.source
+        return Measurement(self, self.config, self.template.is_plain, planted, source)
 
     def _gate(self, spot: Spot, store: CellStore, tick: Tick) -> Generator[list[Row], None, Gate]:
         """Dense on the gate's own samples; their rows are kept apart by role."""
