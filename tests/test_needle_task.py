@@ -15,6 +15,7 @@ from sparse_eval.cli.compose import Composer
 from sparse_eval.cli.progress import Progress
 from sparse_eval.cli.settings import resolve
 from sparse_eval.core import AttentionCall
+from sparse_eval.inputs.texts import docs
 from sparse_eval.needle.answer import Asker
 from sparse_eval.needle.config import GateConfig
 from sparse_eval.needle.gate import can_pass, judge
@@ -77,6 +78,7 @@ def test_a_run_measures_every_arm_of_every_prompt_on_one_prefill_each(finished):
     samples = [(row["sample"], row["policy"], row["budget_tokens"]) for row in answers]
     assert finished.num_prefills == 4 and len(answers) == 4 * 5
     assert len(set(map(str, samples))) == len(samples)
+    assert {row["prompts"] for row in rows} == {docs().source}
     assert [row["policy"] for row in answers[:5]] == ["full", "quest", "quest", "window", "window"]
     full = answers[0]
     assert full["density"] == full["model_read_fraction"] == full["page_hit"] == 1
