@@ -16,7 +16,6 @@ from tests.tiny import tiny_loaded
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [path for path in PAGES if path.name != "performance.md"]
 
 
 def test_the_readmes_policy_keeps_every_promise(tmp_path, monkeypatch):
