@@ -98,6 +98,15 @@ def test_bad_settings_are_refused_in_one_line(change, message):
     assert "\n" not in str(failure.value)
 
 
+def test_policies_to_compare_are_not_ignored(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sparse_eval", "task=latency", "compare=[window]"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert said.err.count("\n") == 1 and "leave compare out, got compare=[window]" in said.err
+
+
 def test_only_quest_has_a_select_to_time():
     with pytest.raises(ValueError, match="policy must be quest"):
         check_latency(TASK, INFO, Window(), "cuda")

@@ -44,6 +44,12 @@ def resolve(composer: Composer, overrides: Sequence[str]) -> Settings:
     check_selects(policies, device)
     if cfg["task"]["name"] == "latency":
         config.one_budget(asked)
+        compare = choice(overrides, "compare")
+        if compare not in (None, "[]"):
+            raise ValueError(
+                "task=latency times quest's kernels and those of top-δ, no other policies: leave "
+                f"compare out, got compare={compare}"
+            )
         check_latency(cfg["task"], model, policies[0].policy, device)
     for tokens, steps in prompt_lengths(cfg, context):
         config.check_context(tokens, model.max_context, steps, model.name)
