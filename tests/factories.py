@@ -5,9 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import yaml
+
+from sparse_eval.latency.config import Shapes
+from sparse_eval.policies.quest import Quest
 
 NAN = float("nan")
 KEYED = ("model", "context", "policy", "policy_config", "budget_tokens", "prompt_hash", "seed")
@@ -163,3 +169,29 @@ def latency_rows() -> list[dict[str, Any]]:
                     }
                 )
     return rows
+
+
+def latency_settings(
+    task: dict[str, Any],
+    shapes: Shapes,
+    page_size: int,
+    budget: int,
+    device: str,
+    dtype: str,
+) -> Any:
+    """What resolve makes of task=latency with the default model and these values."""
+    conf = Path(__file__).parent.parent / "conf"
+    given = yaml.safe_load((conf / "task/latency.yaml").read_text())
+    model = (conf / "model/deepseek_r1_distill_qwen_1_5b.yaml").read_text()
+    return SimpleNamespace(
+        task=given | task | {"shapes": vars(shapes)},
+        model=yaml.safe_load(model),
+        policies=[SimpleNamespace(label="quest", policy=Quest(page_size=page_size))],
+        budgets=(budget,),
+        protocol={"name": "decode"},
+        dense_layers=(0, 1),
+        backend="triton",
+        device=device,
+        dtype=dtype,
+        seed=0,
+    )

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-import yaml
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_eval.cli.progress import Progress
 from sparse_eval.latency.baselines import Tried
 from sparse_eval.latency.clock import Ceiling, Timing
-from sparse_eval.latency.config import FFD_PARTS
-from sparse_eval.policies.quest import Quest
+from sparse_eval.latency.config import FFD_PARTS, Shapes
 from sparse_eval.storage.cells import CellStore
 from sparse_eval.storage.table import frame_of
 from sparse_eval.tasks import latency, latency_bench, latency_ffd, latency_quest
+from tests.factories import latency_settings
 
-ROOT = Path(__file__).parent.parent
-TASK = yaml.safe_load((ROOT / "conf/task/latency.yaml").read_text())
-MODEL = yaml.safe_load((ROOT / "conf/model/deepseek_r1_distill_qwen_1_5b.yaml").read_text())
 QUEST_PARTS = {"dense", "metadata", "select", "attend", "step"}
 
 if torch.cuda.is_available():
@@ -61,19 +56,8 @@ def no_gpu_but_its_words(monkeypatch):
 
 def rows_of(tmp_path, **change: Any) -> pd.DataFrame:
     few = {"batches": [1], "contexts": [96], "graph": [True], "repeats": 3}
-    shapes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    settings: Any = SimpleNamespace(
-        task=TASK | few | change | {"shapes": shapes},
-        model=MODEL,
-        policies=[SimpleNamespace(label="quest", policy=Quest(page_size=16))],
-        budgets=(64,),
-        protocol={"name": "decode"},
-        dense_layers=(0, 1),
-        backend="triton",
-        device="cpu",
-        dtype="float32",
-        seed=0,
-    )
+    shapes = Shapes(4, 2, 16)
+    settings = latency_settings(few | change, shapes, 16, 64, "cpu", "float32")
     task = latency.Latency(settings, Progress())
     rows = [row for rows in task.run(CellStore(tmp_path)) for row in rows]
     frame = frame_of(rows)

@@ -6,6 +6,7 @@ from the model's configuration, weights are never loaded.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,7 +61,10 @@ class Latency:
             with self.progress.bar("timing", len(cells) * len(wanted), unit="cells") as tick:
                 for batch, context in cells:
                     for rows_of in wanted:
-                        yield rows_of(self.bench, batch, context)
+                        started = time.perf_counter()
+                        rows = rows_of(self.bench, batch, context)
+                        seconds = (time.perf_counter() - started) / len(rows)
+                        yield [row | {"seconds": seconds} for row in rows]
                         torch.cuda.empty_cache()
                         tick(1)
         if "generate" in c.what:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from sparse_eval.core import Row
@@ -19,7 +17,6 @@ from sparse_eval.tasks.latency_bench import NAN, Bench, over
 def ffd_cell_rows(bench: Bench, batch: int, context: int) -> list[Row]:
     """Top-δ parts and SDPA in the same turns: over random keys at each union density, over each
     captured layer at each δ."""
-    started = time.perf_counter()
     s, c, p = bench.settings, bench.config, bench.policy
     cell = FFDCell(
         batch=batch,
@@ -47,8 +44,7 @@ def ffd_cell_rows(bench: Bench, batch: int, context: int) -> list[Row]:
             aim = {"keys": str(c.keys), "layer": layer.layer, "delta_target": delta}
             rows += [row | aim for row in ffd_rows(bench, cell, buffers, readings)]
         del buffers, readings  # before the next layer's
-    spent = time.perf_counter() - started
-    return [row | {"seconds": spent / len(rows)} for row in rows]
+    return rows
 
 
 def ffd_rows(
@@ -100,7 +96,6 @@ def ffd_rows(
 @torch.inference_mode()
 def rules_rows(bench: Bench, batch: int, context: int) -> list[Row]:
     """Top-k, top-p and top-δ per query head on the same scores at one keep ratio."""
-    started = time.perf_counter()
     ceiling, c, p = bench.ceiling, bench.config, bench.policy
     shape = (batch, c.shapes.num_heads, context)
     num_bytes = 4 * batch * c.shapes.num_heads * context
@@ -132,5 +127,4 @@ def rules_rows(bench: Bench, batch: int, context: int) -> list[Row]:
                     "buffers": count,
                 }
             )
-    spent = time.perf_counter() - started
-    return [row | {"seconds": spent / len(rows)} for row in rows]
+    return rows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from sparse_eval.core import Row
@@ -18,7 +16,6 @@ PARTS = ("dense", "metadata", "select", "attend", "step")
 @torch.inference_mode()
 def quest_cell_rows(bench: Bench, batch: int, context: int) -> list[Row]:
     """All rows of one cell: every part and baseline, as a graph and eager."""
-    started = time.perf_counter()
     ceiling, cell = bench.ceiling, bench.cell(batch, context)
     working_set = int(bench.config.working_set * bench.l2_bytes)
     parts = [what for what in PARTS if what in bench.config.what]
@@ -35,8 +32,7 @@ def quest_cell_rows(bench: Bench, batch: int, context: int) -> list[Row]:
             work[name] = bench.timed(over(attend, buffers), needed["dense"], graph)
         timings = measure(work, repeats=bench.config.repeats, seed=bench.settings.seed)
         rows += rows_of(bench, cell, timings, list(dense), graph, needed, ceiling)
-    spent = time.perf_counter() - started
-    return [row | {"seconds": spent / len(rows)} for row in rows]
+    return rows
 
 
 def rows_of(
