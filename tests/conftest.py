@@ -24,3 +24,12 @@ def llama():
 @pytest.fixture(scope="session")
 def capture(llama) -> CapturedKV:
     return tiny_capture(llama, context=150, steps=8)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    if request.param == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip(
+            "the kernel is compiled in this process: set TRITON_INTERPRET=1 to interpret it"
+        )
+    return request.param

@@ -25,15 +25,6 @@ Case = dict[str, Any]
 FLOAT32 = torch.finfo(torch.float32).eps
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request) -> str:
-    if request.param == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip(
-            "the kernel is compiled in this process: set TRITON_INTERPRET=1 to interpret it"
-        )
-    return request.param
-
-
 def make_case(
     device: str,
     *,

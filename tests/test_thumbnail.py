@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -198,15 +197,6 @@ def test_at_coverage_one_levels_give_their_codes_back(bits, rule):
     assert torch.equal(again.codes, t.codes)
     share = (2 ** (bits - 1) - 0.5) / 2 ** (bits - 1)
     torch.testing.assert_close(again.step, t.step * share)
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request) -> str:
-    if request.param == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip(
-            "the kernel is compiled in this process: set TRITON_INTERPRET=1 to interpret it"
-        )
-    return request.param
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
